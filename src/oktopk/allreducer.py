@@ -1,0 +1,305 @@
+"""AllReducer: warm-up policy, error feedback, a reducer for each bucket, checks and statistics, composed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.comm.base import Communicator
+from oktopk.comm.counting import CountingCommunicator, Traffic
+from oktopk.guard import Guard
+from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
+from oktopk.precheck import NonFiniteGradientError, Verdict, agree, first_nonfinite
+from oktopk.reduce.base import Reducer, ReducerSettings
+from oktopk.reduce.dense import Dense
+from oktopk.registry import ReducerFactory, canonical_name, make_communicator, make_selector, reducer_factory
+from oktopk.residual import ErrorFeedback, MomentumResidual, Residual, Update
+from oktopk.select.timing import TimedSelector
+from oktopk.settings import Settings
+from oktopk.types import Bucket, Reduction, Slot, SparseVector, StepStats
+
+logger = logging.getLogger("oktopk")
+Listener = Callable[[StepStats], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which of `num_steps` steps are dense and which sparse; `warning` is set where none would be sparse."""
+
+    dense_steps: range
+    sparse_steps: range
+    warning: str | None
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.dense_steps)} dense steps, then {len(self.sparse_steps)} sparse steps"]
+        if self.warning:
+            lines.append(f"warning: {self.warning}")
+        return "\n".join(lines)
+
+
+class AllReducer:
+    """Reduces buckets, step by step. All ranks call `reduce` for the same buckets in the same order, then `end_step`.
+
+    `compressor` is a name from the registry, or a function that makes a Reducer from ReducerSettings. `comm` is
+    "auto", "torch", "mpi" or a Communicator. Further settings: see `oktopk.settings.Settings`. Not thread-safe:
+    one thread at a time.
+    """
+
+    def __init__(
+        self,
+        compressor: str | ReducerFactory = "oktopk",
+        *,
+        comm: str | Communicator = "auto",
+        trainer: MetricLists | None = None,
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings.of(settings)
+        self.compressor = canonical_name(compressor) if isinstance(compressor, str) else compressor.__name__
+        self._factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
+        self._selector = TimedSelector(make_selector(self.settings.selector))
+        self.comm = CountingCommunicator(
+            make_communicator(comm, self.settings.timeout_s) if isinstance(comm, str) else comm
+        )
+        self._feedback: ErrorFeedback = (
+            MomentumResidual(self.settings.momentum_correction) if self.settings.momentum_correction else Residual()
+        )
+        self._guard = Guard(self.settings.guard_every)
+        self._dense = Dense()
+        self._reducers: dict[str, Reducer] = {}
+        self._saved_reducers: dict[str, Any] = {}
+        self._listeners: list[Listener] = []
+        self._trainer_lists = TrainerLists(trainer)
+        self._skipping = False
+        self.step = 0
+        self.num_skipped_steps = 0
+        self.last_step_skipped = False
+
+    # --- what users ask for
+
+    def set_trainer(self, trainer: MetricLists) -> None:
+        """From now on fill this trainer's lists."""
+        self._trainer_lists = TrainerLists(trainer)
+
+    def add_listener(self, listener: Listener) -> None:
+        """`listener(StepStats)` after every reduction, on the thread that reduces."""
+        self._listeners.append(listener)
+
+    def plan(self, num_steps: int) -> Plan:
+        """Which of the steps 0..num_steps-1 will be dense and which sparse; logs the warning, if there is one."""
+        warmup = num_steps if self.compressor == "dense" else min(self.settings.warmup_steps, num_steps)
+        warning = None
+        if warmup == num_steps:
+            why = (
+                "compressor 'dense' never compresses; choose another, such as 'oktopk'"
+                if self.compressor == "dense"
+                else f"warmup_steps={self.settings.warmup_steps} takes up all {num_steps} steps; "
+                f"set warmup_steps below {num_steps} or train longer"
+            )
+            warning = f"no step will be sparse: {why}"
+            logger.warning(warning)
+        return Plan(range(warmup), range(warmup, num_steps), warning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's own state, of tensors and plain values only: residuals, thresholds, regions, step."""
+        return {
+            "format": 1,
+            "compressor": self.compressor,
+            "rank": self.comm.rank,
+            "size": self.comm.size,
+            "step": self.step,
+            "num_skipped_steps": self.num_skipped_steps,
+            "feedback": self._feedback.state_dict(),
+            "reducers": self._saved_reducers | {key: reducer.state_dict() for key, reducer in self._reducers.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; ValueError for the state of another rank, world or compressor.
+
+        Residuals follow the parameters whatever the buckets are. Thresholds and regions belong to a bucket's layout:
+        a bucket with another layout starts by finding its own.
+        """
+        mine = {"format": 1, "compressor": self.compressor, "rank": self.comm.rank, "size": self.comm.size}
+        for key, expected in mine.items():
+            if state.get(key) != expected:
+                raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
+        self._feedback.load_state_dict(state["feedback"])
+        self._reducers.clear()
+        self._saved_reducers = dict(state["reducers"])
+        self.step = int(state["step"])
+        self.num_skipped_steps = int(state["num_skipped_steps"])
+
+    def close(self) -> None:
+        self.comm.close()
+
+    # --- the way of a gradient
+
+    def reduce(self, bucket: Bucket) -> StepStats:
+        """Overwrite `bucket.gradient` with the mean over all ranks of what is applied in this step.
+
+        Raises on every rank alike, with the residual as it was, for NaN or Inf (policy `raise`); under `skip` the
+        gradient becomes zero, here and for the rest of the step.
+        """
+        if self._skipping:
+            return self._skip(bucket)
+        clock = _Clock()
+        acc = self._feedback.compensate(bucket)
+        self._guard.before(self.step, acc)
+        verdict = agree(bucket, acc, self.comm)
+        if verdict.nonfinite:
+            return self._refuse(bucket, _culprits(verdict))
+        clock.stage("compensate")
+        held = [(slot, _part(acc, slot).clone()) for slot in verdict.unused]
+        for slot, _ in held:  # nobody has a gradient for it: it must not move in this step
+            _part(acc, slot).zero_()
+        reducer, k = self._reducer_for(bucket)
+        exchanged = Traffic.of(self.comm.take())
+        self._selector.take()
+        reduction = reducer.reduce(acc, self.comm, k)
+        clock.stage("reduce")
+        overflow = first_nonfinite(_values(reduction.mean))
+        if overflow is not None:
+            return self._refuse(bucket, "the sum over all ranks overflows fp32")
+        rounding = _write(reduction.mean, bucket.gradient)
+        contribution = reduction.contribution
+        if held and contribution is acc:
+            contribution = acc.clone()
+        for slot, owed in held:
+            _part(acc, slot).copy_(owed)
+        left = self._feedback.retain(bucket, acc, contribution, rounding)
+        clock.stage("apply")
+        traffic = Traffic.of(self.comm.take())
+        self._guard.after(self.step, bucket, left, self.comm)
+        self.comm.take()
+        if self.settings.nonfinite == "raise":
+            self._feedback.commit()
+        seconds = clock.split("reduce", select=self._selector.take(), exchange=traffic.seconds)
+        return self._tell(bucket, k, reduction, exchanged.plus(traffic), seconds, unused=verdict.unused)
+
+    def end_step(self) -> None:
+        """After the last bucket of a step."""
+        if self._skipping:
+            self._feedback.roll_back()
+            self.num_skipped_steps += 1
+        else:
+            self._feedback.commit()
+        self.last_step_skipped, self._skipping = self._skipping, False
+        self.step += 1
+
+    def _reducer_for(self, bucket: Bucket) -> tuple[Reducer, int]:
+        """Who reduces this bucket in this step, and how many elements that should apply."""
+        if self.step < self.settings.warmup_steps or bucket.numel < self.settings.min_sparse_numel:
+            return self._dense, bucket.numel
+        key = bucket.key
+        if key not in self._reducers:
+            settings = self.settings
+            reducer = self._factory(
+                ReducerSettings(selector=self._selector, tau=settings.tau, tau_prime=settings.tau_prime)
+            )
+            if key in self._saved_reducers:
+                reducer.load_state_dict(self._saved_reducers.pop(key))
+            self._reducers[key] = reducer
+        return self._reducers[key], self.settings.k_at(self.step, bucket.numel)
+
+    def _refuse(self, bucket: Bucket, reason: str) -> StepStats:
+        """Every rank comes here in the same step."""
+        self._feedback.roll_back()
+        if self.settings.nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"step {self.step}, bucket {bucket.name}: {reason}. Nothing was applied; lower the learning rate, "
+                "clip the gradient, or set nonfinite='skip' to leave such steps out"
+            )
+        logger.warning("step %d is skipped on all ranks: %s", self.step, reason)
+        self._skipping = True
+        return self._skip(bucket)
+
+    def _skip(self, bucket: Bucket) -> StepStats:
+        bucket.gradient.zero_()
+        traffic = Traffic.of(self.comm.take())
+        nothing = SparseVector.empty(bucket.numel, bucket.gradient.device)
+        reduction = Reduction(nothing, nothing, local_count=0, global_count=0)
+        return self._tell(bucket, 0, reduction, traffic, {}, skipped=True)
+
+    def _tell(
+        self,
+        bucket: Bucket,
+        k: int,
+        reduction: Reduction,
+        traffic: Traffic,
+        seconds: Mapping[str, float],
+        *,
+        skipped: bool = False,
+        unused: tuple[Slot, ...] = (),
+    ) -> StepStats:
+        stats = StepStats(
+            step=self.step,
+            bucket=bucket.name,
+            phase=reduction.phase,
+            n=bucket.numel,
+            k=k,
+            local_count=reduction.local_count,
+            global_count=reduction.global_count,
+            local_threshold=reduction.local_threshold,
+            global_threshold=reduction.global_threshold,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            messages_sent=traffic.messages_sent,
+            messages_received=traffic.messages_received,
+            seconds=seconds,
+            skipped=skipped,
+            unused=tuple(slot.name for slot in unused),
+        )
+        for listener in (self._trainer_lists, *self._listeners):
+            listener(stats)
+        return stats
+
+
+class _Clock:
+    """Wall-clock seconds of consecutive stages."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stage(self, name: str) -> None:
+        now = time.perf_counter()
+        self._seconds[name] = now - self._last
+        self._last = now
+
+    def split(self, stage: str, **parts: float) -> dict[str, float]:
+        """All stages, with the known parts of one taken apart and its rest called `combine`."""
+        whole = self._seconds.pop(stage)
+        return {**self._seconds, **parts, "combine": max(0.0, whole - sum(parts.values()))}
+
+
+def _culprits(verdict: Verdict) -> str:
+    return "NaN or Inf in the gradient of " + ", ".join(
+        f"{name!r} on rank {rank}" for rank, name in verdict.nonfinite.items()
+    )
+
+
+def _part(flat: Tensor, slot: Slot) -> Tensor:
+    return flat[slot.offset : slot.offset + slot.numel]
+
+
+def _values(update: Update) -> Tensor:
+    return update.values if isinstance(update, SparseVector) else update
+
+
+def _write(mean: Update, target: Tensor) -> Update | None:
+    """Put `mean` into `target`; returns what the target's dtype rounded away (None: nothing, it is fp32)."""
+    values = _values(mean)
+    exact = target.dtype == torch.float32
+    limit = torch.finfo(target.dtype).max
+    stored = values if exact else values.clamp(-limit, limit).to(target.dtype)
+    if not isinstance(mean, SparseVector):
+        target.copy_(stored)
+        return None if exact else values - stored.float()
+    target.zero_()
+    target[mean.indices] = stored
+    return None if exact else SparseVector(mean.indices, values - stored.float(), mean.length)

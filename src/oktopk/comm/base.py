@@ -1,0 +1,69 @@
+"""The contract of a communicator, and the one error it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oktopk.types import ints
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class CommunicationError(RuntimeError):
+    """An exchange failed or took too long; the message names this rank and the operation."""
+
+
+class Communicator(Protocol):
+    """Blocking exchanges between `size` ranks. Every rank calls the same operations in the same order.
+
+    Buffers are flat uint8 tensors of any length, zero included; results are new tensors on the device of what was
+    passed in. No operation outlives the communicator's timeout: it raises CommunicationError instead.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place (fp32, fp64, int64), the same bits on every rank."""
+        ...
+
+    def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
+        """Everyone's buffer, by rank; lengths may differ."""
+        ...
+
+    def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """`buffers[j]` goes to rank j; the result holds at i what rank i sent here."""
+        ...
+
+    def send(self, buffer: Tensor, peer: int) -> None:
+        """To another rank, which calls `recv` for it; messages between two ranks stay in order."""
+        ...
+
+    def recv(self, peer: int, device: torch.device) -> Tensor:
+        """The next buffer from `peer`, placed on `device`."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite `tensor` (same shape and dtype everywhere) with the root's, in place."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None:
+        """Release what the communicator made for itself."""
+        ...
+
+
+def all_gather_int(comm: Communicator, value: int, device: torch.device) -> list[int]:
+    """Everyone's integer, by rank, in one small all_reduce."""
+    mine = torch.zeros(comm.size, dtype=torch.int64, device=device)
+    mine[comm.rank] = value
+    comm.all_reduce(mine)
+    return ints(mine)

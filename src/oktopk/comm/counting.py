@@ -1,0 +1,161 @@
+"""What every call moved, by wrapping a communicator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oktopk.comm.base import Communicator
+from oktopk.comm.pairwise import LENGTH_BYTES
+
+
+@dataclass(frozen=True)
+class CommRecord:
+    """One call on this rank. `peer` is None for collectives. `start_s` is on the monotonic clock."""
+
+    operation: str
+    peer: int | None
+    bytes_sent: int
+    bytes_received: int
+    messages_sent: int
+    messages_received: int
+    start_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The sum of some records."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(records: Sequence[CommRecord]) -> Traffic:
+        return Traffic(
+            sum(r.bytes_sent for r in records),
+            sum(r.bytes_received for r in records),
+            sum(r.messages_sent for r in records),
+            sum(r.messages_received for r in records),
+            sum(r.seconds for r in records),
+        )
+
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+            self.messages_sent + other.messages_sent,
+            self.messages_received + other.messages_received,
+            self.seconds + other.seconds,
+        )
+
+
+class CountingCommunicator:
+    """Passes every call on and records it.
+
+    all_gather_v, all_to_all_v, send and recv are counted exactly, with the 8 bytes of length before each buffer:
+    that is how the pairwise transports move them. all_reduce, broadcast and barrier belong to the library below,
+    so they are counted by the usual algorithms: ring, binomial tree, and one empty message to each of log2(P) peers.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self._records: list[CommRecord] = []
+
+    def take(self) -> list[CommRecord]:
+        """The records since the last call of this."""
+        records, self._records = self._records, []
+        return records
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        moved = -(-2 * tensor.numel() * tensor.element_size() * (self.size - 1) // self.size)
+        messages = 2 * (self.size - 1)
+        self._timed("all_reduce", None, lambda: self._inner.all_reduce(tensor), moved, moved, messages, messages)
+
+    def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
+        return self._swap("all_gather_v", [buffer] * self.size, lambda: self._inner.all_gather_v(buffer))
+
+    def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        return self._swap("all_to_all_v", buffers, lambda: self._inner.all_to_all_v(buffers))
+
+    def send(self, buffer: Tensor, peer: int) -> None:
+        moved, messages = _volume([buffer])
+        self._timed("send", peer, lambda: self._inner.send(buffer, peer), moved, 0, messages, 0)
+
+    def recv(self, peer: int, device: torch.device) -> Tensor:
+        start = time.monotonic()
+        buffer = self._inner.recv(peer, device)
+        moved, messages = _volume([buffer])
+        self._record("recv", peer, 0, moved, 0, messages, start)
+        return buffer
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        size = tensor.numel() * tensor.element_size()
+        children = _binomial_children((self.rank - root) % self.size, self.size)
+        received = int(self.rank != root)
+        self._timed(
+            "broadcast",
+            None,
+            lambda: self._inner.broadcast(tensor, root),
+            size * children,
+            size * received,
+            children,
+            received,
+        )
+
+    def barrier(self) -> None:
+        rounds = (self.size - 1).bit_length()
+        self._timed("barrier", None, self._inner.barrier, 0, 0, rounds, rounds)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _swap(self, operation: str, outgoing: Sequence[Tensor], call: Callable[[], list[Tensor]]) -> list[Tensor]:
+        start = time.monotonic()
+        incoming = call()
+        sent, messages_sent = _volume([b for peer, b in enumerate(outgoing) if peer != self.rank])
+        received, messages_received = _volume([b for peer, b in enumerate(incoming) if peer != self.rank])
+        self._record(operation, None, sent, received, messages_sent, messages_received, start)
+        return incoming
+
+    def _timed(
+        self,
+        operation: str,
+        peer: int | None,
+        call: Callable[[], None],
+        sent: int,
+        received: int,
+        out: int,
+        into: int,
+    ) -> None:
+        start = time.monotonic()
+        call()
+        self._record(operation, peer, sent, received, out, into, start)
+
+    def _record(
+        self, operation: str, peer: int | None, sent: int, received: int, out: int, into: int, start: float
+    ) -> None:
+        seconds = time.monotonic() - start
+        self._records.append(CommRecord(operation, peer, sent, received, out, into, start, seconds))
+
+
+def _volume(buffers: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes and messages of buffers with their lengths before them."""
+    sizes = [buffer.numel() for buffer in buffers]
+    return sum(sizes) + LENGTH_BYTES * len(sizes), len(sizes) + sum(1 for size in sizes if size)
+
+
+def _binomial_children(position: int, size: int) -> int:
+    """How many ranks the one at `position` from the root passes a broadcast on to."""
+    return sum(
+        1 for shift in range((size - 1).bit_length()) if position < 1 << shift and position + (1 << shift) < size
+    )

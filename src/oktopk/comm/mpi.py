@@ -1,0 +1,74 @@
+"""A communicator over MPI (mpi4py), for mpirun and srun."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from oktopk.comm.base import DEFAULT_TIMEOUT_S, CommunicationError
+from oktopk.comm.pairwise import Messages, PairwiseExchange
+
+_SPINS = 1000
+_NAP_S = 50e-6
+
+
+class MpiCommunicator(PairwiseExchange):
+    """On a duplicate of COMM_WORLD, so that nobody else's messages get in between. CUDA tensors pass through the host.
+
+    Every operation is started without blocking and then polled: MPI itself knows no timeout.
+    """
+
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            raise ValueError("this MPI was started without MPI_THREAD_MULTIPLE, which background reductions need")
+        self._timeout_s = timeout_s
+        self._comm: Any = MPI.COMM_WORLD.Dup()
+        self.rank = int(self._comm.Get_rank())
+        self.size = int(self._comm.Get_size())
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        host = tensor.detach().cpu().contiguous()
+        result = torch.empty_like(host)
+        self._wait("all_reduce", [self._comm.Iallreduce(host.numpy(), result.numpy(), op=MPI.SUM)])
+        tensor.copy_(result)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        host = tensor.detach().cpu().contiguous()
+        self._wait("broadcast", [self._comm.Ibcast(host.reshape(-1).view(torch.uint8).numpy(), root=root)])
+        tensor.copy_(host)
+
+    def barrier(self) -> None:
+        self._wait("barrier", [self._comm.Ibarrier()])
+
+    def close(self) -> None:
+        if self._comm is not None:
+            self._comm.Free()
+        self._comm = None
+
+    def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
+        staged = [(target, target if target.device.type == "cpu" else target.cpu(), peer) for peer, target in receives]
+        requests = [self._comm.Irecv(buffer.numpy(), source=peer) for _, buffer, peer in staged]
+        outgoing = [(buffer.cpu().contiguous(), peer) for peer, buffer in sends]
+        requests += [self._comm.Isend(buffer.numpy(), dest=peer) for buffer, peer in outgoing]
+        self._wait(operation, requests, sorted({peer for peer, _ in (*sends, *receives)}))
+        for target, buffer, _ in staged:
+            if buffer is not target:
+                target.copy_(buffer)
+
+    def _wait(self, operation: str, requests: list[Any], peers: list[int] | None = None) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        spins = 0
+        while not MPI.Request.Testall(requests):
+            spins += 1
+            if spins > _SPINS:
+                time.sleep(_NAP_S)
+            if time.monotonic() > deadline:
+                whom = f" with ranks {peers}" if peers else ""
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.size}: {operation}{whom} failed (timeout {self._timeout_s:g} s): "
+                    "a peer did not take part"
+                )

@@ -1,0 +1,80 @@
+"""all_gather_v and all_to_all_v out of messages between pairs, for transports that refuse uneven lengths.
+
+Every message is known, so what is counted is what moved: 8 bytes of length to each peer, then the buffers
+(empty ones are not sent).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LENGTH_BYTES = 8
+Messages = Sequence[tuple[int, Tensor]]  # (peer, buffer)
+
+
+class PairwiseExchange(ABC):
+    """Subclasses move messages; this class arranges them."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
+        """Send and receive all at once, in the order given; returns when every buffer is filled and free."""
+
+    def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
+        return self._swap("all_gather_v", [buffer] * self.size)
+
+    def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        if len(buffers) != self.size:
+            raise ValueError(f"all_to_all_v needs one buffer for each of {self.size} ranks, got {len(buffers)}")
+        return self._swap("all_to_all_v", buffers)
+
+    def send(self, buffer: Tensor, peer: int) -> None:
+        self._exchange("send", [(peer, _length_of(buffer))], [])
+        if buffer.numel():
+            self._exchange("send", [(peer, buffer)], [])
+
+    def recv(self, peer: int, device: torch.device) -> Tensor:
+        length = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=device)
+        self._exchange("recv", [], [(peer, length)])
+        buffer = torch.empty(_read_length(length), dtype=torch.uint8, device=device)
+        if buffer.numel():
+            self._exchange("recv", [], [(peer, buffer)])
+        return buffer
+
+    def _swap(self, operation: str, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        device = outgoing[self.rank].device
+        # Rank r starts with r + 1 and listens to r - 1, so that no rank is flooded.
+        targets = [(self.rank + shift) % self.size for shift in range(1, self.size)]
+        sources = [(self.rank - shift) % self.size for shift in range(1, self.size)]
+        lengths = {peer: torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=device) for peer in sources}
+        self._exchange(
+            operation,
+            [(peer, _length_of(outgoing[peer])) for peer in targets],
+            [(peer, lengths[peer]) for peer in sources],
+        )
+        incoming = {
+            peer: torch.empty(_read_length(lengths[peer]), dtype=torch.uint8, device=device) for peer in sources
+        }
+        incoming[self.rank] = outgoing[self.rank].clone()
+        self._exchange(
+            operation,
+            [(peer, outgoing[peer]) for peer in targets if outgoing[peer].numel()],
+            [(peer, incoming[peer]) for peer in sources if incoming[peer].numel()],
+        )
+        return [incoming[peer] for peer in range(self.size)]
+
+
+def _length_of(buffer: Tensor) -> Tensor:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
+        raise ValueError(f"expected a flat uint8 buffer, got {buffer.dtype} of shape {tuple(buffer.shape)}")
+    return torch.tensor([buffer.numel()], dtype=torch.int64, device=buffer.device).view(torch.uint8)
+
+
+def _read_length(buffer: Tensor) -> int:
+    return int(buffer.view(torch.int64).item())

@@ -1,0 +1,93 @@
+"""A communicator over torch.distributed: Gloo and NCCL by the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oktopk.comm.base import DEFAULT_TIMEOUT_S, CommunicationError
+from oktopk.comm.pairwise import Messages, PairwiseExchange
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+class TorchDistCommunicator(PairwiseExchange):
+    """Makes a process group of its own (a collective call), so that nobody else's collectives get in between.
+
+    With NCCL tensors stay on the GPU; with Gloo, CUDA tensors pass through host memory.
+    """
+
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if not is_initialized():
+            raise ValueError("torch.distributed is not initialized: call init_process_group() first, or use torchrun")
+        self._timeout_s = timeout_s
+        self._group = cast("dist.ProcessGroup", dist.new_group(timeout=timedelta(seconds=timeout_s)))
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+        self._on_host = dist.get_backend(self._group) != "nccl"
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        with self._named("all_reduce"):
+            self._in_place(tensor, partial(dist.all_reduce, group=self._group))
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        with self._named("broadcast"):
+            self._in_place(tensor, partial(dist.broadcast, src=root, group=self._group))
+
+    def barrier(self) -> None:
+        with self._named("barrier"):
+            dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        if self.size and is_initialized():
+            dist.destroy_process_group(self._group)
+        self.size = 0
+
+    def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
+        staged = [(peer, target, self._stage(target, copy=False)) for peer, target in receives]
+        operations = [dist.P2POp(dist.irecv, buffer, peer, group=self._group) for peer, _, buffer in staged]
+        operations += [
+            dist.P2POp(dist.isend, self._stage(buffer, copy=True), peer, group=self._group) for peer, buffer in sends
+        ]
+        if not operations:
+            return
+        peers = sorted({peer for peer, _ in (*sends, *receives)})
+        with self._named(operation, peers):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        for _, target, buffer in staged:
+            if buffer is not target:
+                target.copy_(buffer)
+
+    def _stage(self, tensor: Tensor, copy: bool) -> Tensor:
+        """Where the backend can reach it: the tensor itself, or its place (copy=False) or copy on the host."""
+        if not (self._on_host and tensor.is_cuda):
+            return tensor.contiguous() if copy else tensor
+        return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def _in_place(self, tensor: Tensor, operation: Callable[[Tensor], object]) -> None:
+        staged = self._stage(tensor, copy=True)
+        operation(staged)
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    @contextmanager
+    def _named(self, operation: str, peers: list[int] | None = None) -> Generator[None]:
+        """Say who failed at what: the backend's own message names neither."""
+        try:
+            yield
+        except RuntimeError as error:
+            whom = f" with ranks {peers}" if peers else ""
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size}: {operation}{whom} failed (timeout {self._timeout_s:g} s): {reason}"
+            ) from error

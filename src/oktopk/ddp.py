@@ -1,0 +1,98 @@
+"""The one-line change for DistributedDataParallel: a communication hook that hands every bucket to an AllReducer."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.allreducer import AllReducer
+from oktopk.metrics.trainer_lists import MetricLists
+from oktopk.registry import ReducerFactory
+from oktopk.types import Bucket
+from oktopk.worker import ReductionWorker
+
+TensorFuture = torch.futures.Future[Tensor]
+
+
+def attach(
+    ddp_model: DistributedDataParallel,
+    compressor: str | ReducerFactory = "oktopk",
+    *,
+    trainer: MetricLists | None = None,
+    **settings: Any,
+) -> AllReducer:
+    """Let `ddp_model` exchange its gradients through an AllReducer, and return it.
+
+    Call once on every rank, after DDP was built and before the first backward. Settings are those of
+    `oktopk.settings.Settings`. An error during a reduction comes out of `backward()`.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise ValueError(
+            f"attach() needs a DistributedDataParallel model, got {type(ddp_model).__name__}; "
+            "without DDP use oktopk.DistributedOptimizer"
+        )
+    allreducer = AllReducer(compressor, comm="torch", trainer=trainer, **settings)
+    ddp_model.register_comm_hook(_Bridge(ddp_model, allreducer), _hook)
+    return allreducer
+
+
+def _hook(bridge: _Bridge, grad_bucket: GradBucket) -> TensorFuture:
+    return bridge.submit(grad_bucket)
+
+
+class _Bridge:
+    """From DDP's buckets and futures to ours. Results are held back to the end of the step only under `skip`:
+    until its last bucket is seen, nobody knows whether the step counts."""
+
+    def __init__(self, ddp_model: DistributedDataParallel, allreducer: AllReducer) -> None:
+        self._allreducer = allreducer
+        self._worker = ReductionWorker()
+        module = cast("torch.nn.Module", ddp_model.module)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._may_be_unused = bool(ddp_model.find_unused_parameters)
+        self._hold_back = allreducer.settings.nonfinite == "skip"
+        self._held: list[tuple[TensorFuture, Tensor]] = []
+
+    def submit(self, grad_bucket: GradBucket) -> TensorFuture:
+        bucket = self._describe(grad_bucket)
+        is_last = grad_bucket.is_last()
+        device = bucket.gradient.device
+        future: TensorFuture = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+
+        def job() -> None:
+            self._allreducer.reduce(bucket)
+            self._held.append((future, bucket.gradient))
+            if is_last:
+                self._allreducer.end_step()
+            if is_last or not self._hold_back:
+                self._release()
+
+        def give_up(error: BaseException) -> None:
+            for waiting, _ in [*self._held, (future, bucket.gradient)]:
+                waiting.set_exception(error)  # pyright: ignore[reportArgumentType] - torch annotates it wrongly
+            self._held.clear()
+
+        self._worker.submit(job, give_up)
+        return future
+
+    def _release(self) -> None:
+        skipped = self._hold_back and self._allreducer.last_step_skipped
+        for future, result in self._held:
+            future.set_result(result.zero_() if skipped else result)
+        self._held.clear()
+
+    def _describe(self, grad_bucket: GradBucket) -> Bucket:
+        names = [self._names[id(parameter)] for parameter in grad_bucket.parameters()]
+        gradients = grad_bucket.gradients()
+        slots = Bucket.layout([(name, gradient.numel()) for name, gradient in zip(names, gradients, strict=True)])
+        missing = (
+            # DDP leaves zeros for a parameter that took no part, and does not apply what nobody took part in.
+            frozenset(name for name, gradient in zip(names, gradients, strict=True) if not bool(gradient.any()))
+            if self._may_be_unused
+            else frozenset[str]()
+        )
+        return Bucket(grad_bucket.buffer(), slots, missing)

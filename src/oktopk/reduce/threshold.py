@@ -1,0 +1,109 @@
+"""Choosing this rank's elements, and the threshold all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oktopk.comm.base import Communicator
+from oktopk.select.base import Selector
+from oktopk.types import SparseVector
+
+_RADIX_BITS = 8  # magnitudes of fp32 are ordered like their bits: 4 digits of 8 bits
+
+
+class Choice(Protocol):
+    """How a rank picks about k elements of `acc`; returns them and the threshold that did it."""
+
+    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class _StatelessChoice:
+    def __init__(self, selector: Selector) -> None:
+        self._selector = selector
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        del state
+
+
+class ExactTopK(_StatelessChoice):
+    """Exactly the k largest."""
+
+    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
+        chosen = self._selector.top_k(acc, k)
+        return chosen, smallest_magnitude(chosen)
+
+
+class NormalFit(_StatelessChoice):
+    """About k, by fitting a normal distribution."""
+
+    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
+        threshold = self._selector.normal_threshold(acc, k)
+        return self._selector.above(acc, threshold), threshold
+
+
+class ReusedThreshold:
+    """Exactly the k largest every `period` steps; between, all at or above the threshold that gave.
+
+    A count that leaves [3k/4, 5k/4] means that the threshold no longer fits: it is renewed in that very step.
+    """
+
+    def __init__(self, selector: Selector, period: int) -> None:
+        self._exact = ExactTopK(selector)
+        self._selector = selector
+        self._period = period
+        self._steps = 0
+        self._threshold = 0.0
+
+    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
+        due = self._steps % self._period == 0
+        self._steps += 1
+        if not due and self._threshold > 0.0:
+            chosen = self._selector.above(acc, self._threshold)
+            if fits(len(chosen), k):
+                return chosen, self._threshold
+        chosen, self._threshold = self._exact.choose(acc, k)
+        return chosen, self._threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "threshold": self._threshold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._threshold = int(state["steps"]), float(state["threshold"])
+
+
+def fits(count: int, k: int) -> bool:
+    return 3 * k <= 4 * count <= 5 * k
+
+
+def smallest_magnitude(vector: SparseVector) -> float:
+    return float(vector.values.abs().min().item()) if len(vector) else 0.0
+
+
+def global_kth_magnitude(mine: SparseVector, comm: Communicator, k: int) -> float:
+    """The exact k-th largest magnitude among all ranks' (disjoint) vectors; 0.0 where there are fewer than k.
+
+    Radix selection: four small all_reduces whatever n, k and P are, one for each 8-bit digit, highest first.
+    """
+    bits = mine.values.abs().view(torch.int32)
+    prefix, wanted = 0, k
+    for shift in range(32 - _RADIX_BITS, -1, -_RADIX_BITS):
+        matching = bits[(bits >> (shift + _RADIX_BITS)) == prefix] if shift < 32 - _RADIX_BITS else bits
+        digits = (matching >> shift) & ((1 << _RADIX_BITS) - 1)
+        histogram = torch.bincount(digits, minlength=1 << _RADIX_BITS)
+        comm.all_reduce(histogram)
+        at_or_above = histogram.flip(0).cumsum(0).flip(0)
+        if int(at_or_above[0].item()) < wanted:
+            return 0.0
+        digit = int((at_or_above >= wanted).sum().item()) - 1
+        wanted -= int(at_or_above[digit].item()) - int(histogram[digit].item())
+        prefix = prefix << _RADIX_BITS | digit
+    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32).item())

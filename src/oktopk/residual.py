@@ -1,0 +1,188 @@
+"""Error feedback: what earlier steps did not apply is added to the next gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oktopk.types import Bucket, Slot, SparseVector
+
+Update = Tensor | SparseVector
+
+
+class ErrorFeedback(Protocol):
+    """`compensate`, then `retain`, then `commit` or `roll_back`: once each for every bucket and step."""
+
+    def compensate(self, bucket: Bucket) -> Tensor:
+        """A new fp32 tensor: what is owed, this step's gradient included. What is stored stays as it is."""
+        ...
+
+    def retain(self, bucket: Bucket, acc: Tensor, contribution: Update, rounding: Update | None) -> Tensor | None:
+        """Keep `acc - contribution + rounding`, from the next `commit` on; returns it, None for "nothing left".
+
+        Takes ownership of `acc` and writes into it. `rounding` is what the applied mean lost to the gradient's dtype.
+        """
+        ...
+
+    def commit(self) -> None: ...
+
+    def roll_back(self) -> None:
+        """Forget what was retained since the last commit."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class NamedBuffers:
+    """fp32 memory for parameters, by name, handed out as one flat tensor for a bucket's layout.
+
+    A layout that was seen before costs a dictionary look-up; a new one (DDP rebuilt its buckets) is gathered from
+    the parameters' old places. Absent means zero.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[Slot, ...], Tensor] = {}
+        self._views: dict[str, Tensor] = {}
+
+    def get(self, bucket: Bucket) -> Tensor | None:
+        if bucket.slots in self._flat:
+            return self._flat[bucket.slots]
+        if not any(slot.name in self._views for slot in bucket.slots):
+            return None
+        flat = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.gradient.device)
+        for slot in bucket.slots:
+            if slot.name in self._views:
+                flat[slot.offset : slot.offset + slot.numel] = self._views[slot.name]
+        return flat
+
+    def put(self, bucket: Bucket, flat: Tensor) -> None:
+        """Takes ownership of `flat`."""
+        if bucket.slots not in self._flat:  # a new layout: forget the old ones that held any of its parameters
+            taken = {slot.name for slot in bucket.slots}
+            self._flat = {
+                slots: old for slots, old in self._flat.items() if taken.isdisjoint(slot.name for slot in slots)
+            }
+        self._flat[bucket.slots] = flat
+        for slot in bucket.slots:
+            self._views[slot.name] = flat[slot.offset : slot.offset + slot.numel]
+
+    def drop(self, bucket: Bucket) -> None:
+        self._flat.pop(bucket.slots, None)
+        for slot in bucket.slots:
+            self._views.pop(slot.name, None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: view.clone() for name, view in self._views.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, value in state.items():
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(
+                    f"residual of {name!r} holds NaN or Inf: the saved state is damaged; load an earlier one"
+                )
+        self._flat = {}
+        self._views = {name: value.detach().clone().flatten().float() for name, value in state.items()}
+
+
+class Residual:
+    """fp32 residual for any gradient dtype, kept by parameter name."""
+
+    def __init__(self) -> None:
+        self._memory = NamedBuffers()
+        self._pending: list[tuple[Bucket, Tensor | None]] = []
+
+    def compensate(self, bucket: Bucket) -> Tensor:
+        gradient = bucket.gradient.detach()
+        residual = self._memory.get(bucket)
+        if residual is None:
+            return gradient.to(torch.float32, copy=True)
+        return residual.to(gradient.device) + gradient.to(torch.float32)
+
+    def retain(self, bucket: Bucket, acc: Tensor, contribution: Update, rounding: Update | None) -> Tensor | None:
+        everything = contribution is acc and rounding is None
+        if not everything:
+            _accumulate(acc, contribution, -1.0)
+            if rounding is not None:
+                _accumulate(acc, rounding, 1.0)
+        left = None if everything else acc
+        self._pending.append((bucket, left))
+        return left
+
+    def commit(self) -> None:
+        for bucket, left in self._pending:
+            if left is None:
+                self._memory.drop(bucket)
+            else:
+                self._memory.put(bucket, left)
+        self._pending.clear()
+
+    def roll_back(self) -> None:
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": self._memory.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("velocity"):
+            raise ValueError(
+                "the saved state has momentum correction, these settings have not: set momentum_correction"
+            )
+        self._memory.load_state_dict(state["residual"])
+        self._pending.clear()
+
+
+class MomentumResidual:
+    """Momentum correction (DGC): accumulate velocity instead of gradient, and forget the velocity of what was sent.
+
+    Use with an optimizer that has no momentum of its own. In dense steps nothing is forgotten, so they equal
+    momentum SGD.
+    """
+
+    def __init__(self, momentum: float) -> None:
+        self._momentum = momentum
+        self._residual = Residual()
+        self._velocity = NamedBuffers()
+        self._pending: list[tuple[Bucket, Tensor]] = []
+
+    def compensate(self, bucket: Bucket) -> Tensor:
+        velocity = self._velocity.get(bucket)
+        gradient = bucket.gradient.detach().to(torch.float32, copy=True)
+        if velocity is not None:
+            gradient.add_(velocity.to(gradient.device), alpha=self._momentum)
+        self._pending.append((bucket, gradient))
+        return self._residual.compensate(Bucket(gradient, bucket.slots))
+
+    def retain(self, bucket: Bucket, acc: Tensor, contribution: Update, rounding: Update | None) -> Tensor | None:
+        if isinstance(contribution, SparseVector):
+            _, velocity = self._pending[-1]
+            velocity[contribution.indices] = 0.0
+        return self._residual.retain(bucket, acc, contribution, rounding)
+
+    def commit(self) -> None:
+        for bucket, velocity in self._pending:
+            self._velocity.put(bucket, velocity)
+        self._pending.clear()
+        self._residual.commit()
+
+    def roll_back(self) -> None:
+        self._pending.clear()
+        self._residual.roll_back()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._residual.state_dict(), "velocity": self._velocity.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._residual.load_state_dict({"residual": state["residual"]})
+        self._velocity.load_state_dict(state.get("velocity", {}))
+        self._pending.clear()
+
+
+def _accumulate(acc: Tensor, update: Update, sign: float) -> None:
+    if isinstance(update, SparseVector):
+        acc[update.indices] += sign * update.values
+    else:
+        acc.add_(update, alpha=sign)

@@ -1,0 +1,57 @@
+"""Selectors in plain torch: exact, for any device, the reference the fast ones are tested against."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from oktopk.types import SparseVector
+
+# torch.std and the like are not exact beyond this; a normal fit needs a scale that squares without overflow.
+_LOWERING = 1.0 - 0.012
+_MAX_LOWERINGS = 1000
+
+
+class TorchSelector:
+    """No state: one instance serves every bucket."""
+
+    def top_k(self, acc: Tensor, k: int) -> SparseVector:
+        threshold = self.kth_magnitude(acc, k)
+        candidates = self.above(acc, threshold)
+        surplus = len(candidates) - k
+        if surplus <= 0:
+            return candidates
+        tied = candidates.values.abs() == threshold
+        allowed = int(tied.sum().item()) - surplus
+        return candidates.where(~tied | (torch.cumsum(tied, 0) <= allowed))
+
+    def above(self, acc: Tensor, threshold: float) -> SparseVector:
+        chosen = acc.abs() >= threshold if threshold > 0.0 else acc != 0
+        return SparseVector.at(acc, chosen.nonzero().squeeze(1))
+
+    def kth_magnitude(self, acc: Tensor, k: int) -> float:
+        if k > acc.numel():
+            return 0.0
+        return float(torch.topk(acc.abs(), k, sorted=False).values.min().item())
+
+    def normal_threshold(self, acc: Tensor, k: int) -> float:
+        n = acc.numel()
+        if k >= n:
+            return 0.0
+        magnitudes = acc.abs()
+        scale = float(magnitudes.max().item())
+        if scale == 0.0:
+            return 0.0
+        spread = acc.double() / scale
+        mean, deviation = float(spread.mean().item()), float(spread.std(correction=0).item())
+        tail = NormalDist().inv_cdf(1.0 - k / (2.0 * n))
+        threshold = scale * min(1.0, abs(mean) + deviation * tail)
+        enough = min(math.ceil(3 * k / 4), int((acc != 0).sum().item()))
+        for _ in range(_MAX_LOWERINGS):
+            if int((magnitudes >= threshold).sum().item()) >= enough:
+                return threshold
+            threshold *= _LOWERING
+        return self.kth_magnitude(acc, k)

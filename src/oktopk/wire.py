@@ -1,0 +1,143 @@
+"""SparseVector <-> one contiguous byte buffer.
+
+Layout, little-endian, `HEADER_BYTES` = 32 then the payload:
+
+    bytes 0-3  magic "OKTK"      byte 4  version      byte 5  index encoding      byte 6  value encoding      byte 7  0
+    bytes 8-15  length of the vector      bytes 16-23  number of elements      bytes 24-31  checksum
+    payload: the indices, then the values
+
+The checksum is the sum of all other 32-bit words (mod 2^63): any single flipped bit changes it. Nothing here waits
+for the device while encoding; decoding reads the header once.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from oktopk.types import SparseVector, ints
+
+HEADER_BYTES = 32
+VERSION = 1
+_MAGIC = int.from_bytes(b"OKTK", "little")
+
+
+class WireError(ValueError):
+    """A buffer that is not a whole, unharmed SparseVector of this version."""
+
+
+class IndexEncoding(IntEnum):
+    """How the indices travel. RANGE is a run without gaps: only its first index is sent."""
+
+    INT32 = 0
+    INT64 = 1
+    RANGE = 2
+
+
+class ValueEncoding(IntEnum):
+    FP32 = 0
+
+
+_INDEX_BYTES = {IndexEncoding.INT32: 4, IndexEncoding.INT64: 8}
+_VALUE_BYTES = {ValueEncoding.FP32: 4}
+
+
+def index_bytes(encoding: IndexEncoding, count: int) -> int:
+    return 8 if encoding is IndexEncoding.RANGE else _INDEX_BYTES[encoding] * count
+
+
+def encode(vector: SparseVector) -> Tensor:
+    """A new uint8 tensor on the vector's device."""
+    encoding = _index_encoding(vector)
+    indices = vector.indices
+    if encoding is IndexEncoding.INT32:
+        indices = indices.to(torch.int32)
+    elif encoding is IndexEncoding.RANGE:
+        indices = indices[:1]
+    payload = torch.cat([indices.view(torch.uint8), vector.values.contiguous().view(torch.uint8)])
+    head = _MAGIC | VERSION << 32 | encoding << 40 | ValueEncoding.FP32 << 48
+    header = torch.tensor([head, vector.length, len(vector), 0], dtype=torch.int64, device=payload.device)
+    header[3] = _checksum(header[:3].view(torch.uint8), payload)
+    return torch.cat([header.view(torch.uint8), payload])
+
+
+def decode(buffer: Tensor, length: int) -> SparseVector:
+    """The SparseVector of `length` that `encode` packed; WireError for anything else.
+
+    The result owns its memory. Every size is checked against the buffer before it is used.
+    """
+    count, encoding = _read_header(buffer, length)
+    cut = HEADER_BYTES + index_bytes(encoding, count)
+    packed = buffer[HEADER_BYTES:cut].clone()
+    if encoding is IndexEncoding.RANGE:
+        first = int(packed.view(torch.int64).item())
+        if not 0 <= first <= length - count:
+            raise WireError(f"range {first}+{count} lies outside a vector of length {length}")
+        indices = torch.arange(first, first + count, device=buffer.device)
+    else:
+        narrow = torch.int32 if encoding is IndexEncoding.INT32 else torch.int64
+        indices = packed.view(narrow).to(torch.int64)
+        _check_indices(indices, length)
+    values = buffer[cut:].clone().view(torch.float32)
+    return SparseVector(indices, values, length)
+
+
+def split_index_and_value(buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves of an encoded buffer (header and indices, values), as views: together they decode again."""
+    words = ints(buffer[:HEADER_BYTES].clone().view(torch.int64))
+    cut = HEADER_BYTES + index_bytes(IndexEncoding(words[0] >> 40 & 0xFF), words[2])
+    return buffer[:cut], buffer[cut:]
+
+
+def _index_encoding(vector: SparseVector) -> IndexEncoding:
+    count = len(vector)
+    if count > 2:  # below that a range saves nothing, and asking would wait for the device
+        ends = vector.indices[:: count - 1]
+        if int((ends[1] - ends[0]).item()) == count - 1:
+            return IndexEncoding.RANGE
+    return IndexEncoding.INT32 if vector.length <= 2**31 else IndexEncoding.INT64
+
+
+def _read_header(buffer: Tensor, length: int) -> tuple[int, IndexEncoding]:
+    size = buffer.numel()
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
+        raise WireError(f"expected a flat uint8 buffer, got {buffer.dtype} of shape {tuple(buffer.shape)}")
+    if size < HEADER_BYTES:
+        raise WireError(f"buffer of {size} bytes is shorter than the {HEADER_BYTES}-byte header")
+    words = ints(buffer[:HEADER_BYTES].clone().view(torch.int64))
+    head, sent_length, count, checksum = words
+    if head & 0xFFFFFFFF != _MAGIC:
+        raise WireError(f"foreign buffer: it starts with {head & 0xFFFFFFFF:#010x}, not {_MAGIC:#010x}")
+    version, index_code, value_code, reserved = head.to_bytes(8, "little", signed=True)[4:]
+    if version != VERSION:
+        raise WireError(f"wire version {version}, this library speaks {VERSION}")
+    if index_code not in list(IndexEncoding) or value_code not in list(ValueEncoding) or reserved:
+        raise WireError(f"unknown encoding: index {index_code}, value {value_code}, reserved {reserved}")
+    if sent_length != length:
+        raise WireError(f"vector of length {sent_length}, expected {length}")
+    if not 0 <= count <= length:
+        raise WireError(f"{count} elements in a vector of length {length}")
+    encoding = IndexEncoding(index_code)
+    expected = HEADER_BYTES + index_bytes(encoding, count) + _VALUE_BYTES[ValueEncoding(value_code)] * count
+    if size != expected:
+        raise WireError(f"buffer of {size} bytes, its header announces {expected}")
+    if int(_checksum(buffer[: HEADER_BYTES - 8], buffer[HEADER_BYTES:]).item()) != checksum:
+        raise WireError("checksum does not match: the buffer was damaged on its way")
+    return count, encoding
+
+
+def _check_indices(indices: Tensor, length: int) -> None:
+    if indices.numel() == 0:
+        return
+    ordered = bool((indices[1:] > indices[:-1]).all().item())
+    first, last = int(indices[0].item()), int(indices[-1].item())
+    if not ordered or first < 0 or last >= length:
+        raise WireError(f"indices are not strictly increasing within 0..{length - 1}")
+
+
+def _checksum(head: Tensor, payload: Tensor) -> Tensor:
+    """Both parts are whole 32-bit words by construction; sums wrap in int64."""
+    total = head.clone().view(torch.int32).sum(dtype=torch.int64)
+    return total + payload.clone().view(torch.int32).sum(dtype=torch.int64)

@@ -1,0 +1,86 @@
+"""ONE background thread that runs reductions in the order they were handed in, while backward goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Ticket:
+    """A job that was handed in."""
+
+    def __init__(self, job: Callable[[], None], on_error: Callable[[BaseException], None] | None) -> None:
+        self._job = job
+        self._on_error = on_error
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._input_ready: Any = _cuda_event()
+        self._output_ready: Any = None
+
+    def wait(self) -> None:
+        """Until the job is done; raises what it raised. CUDA work queued afterwards comes behind the job's."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self._output_ready is not None:
+            self._output_ready.wait()
+
+    def run(self) -> None:
+        if self._input_ready is not None:
+            self._input_ready.wait()
+        self._job()
+        self._output_ready = _cuda_event()
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+        if self._on_error is not None:
+            self._on_error(error)
+
+
+class ReductionWorker:
+    """After a job has failed, every later one fails with the same error: its peers are no longer in step."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="oktopk-reductions", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None], on_error: Callable[[BaseException], None] | None = None) -> Ticket:
+        ticket = Ticket(job, on_error)
+        self._jobs.put(ticket)
+        return ticket
+
+    def stop(self) -> None:
+        """Finish what was handed in, then end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        stream = None
+        while (ticket := self._jobs.get()) is not None:
+            try:
+                if failure is not None:
+                    raise failure
+                if torch.cuda.is_available() and torch.cuda.is_initialized():
+                    stream = stream or torch.cuda.Stream()
+                    with torch.cuda.stream(stream):
+                        ticket.run()
+                else:
+                    ticket.run()
+            except BaseException as error:
+                failure = error
+                ticket.fail(error)
+
+
+def _cuda_event() -> Any:
+    """A mark on the current stream; None where CUDA is not in use."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    return torch.cuda.current_stream().record_event()

@@ -56,9 +56,9 @@ class SparseVector:
     def negate(self) -> SparseVector:
         return SparseVector(self.indices, -self.values, self.length)
 
-    def where(self, mask: Tensor) -> SparseVector:
-        """The elements at which `mask` (one bool for each element held) is true."""
-        return SparseVector(self.indices[mask], self.values[mask], self.length)
+    def where(self, which: Tensor) -> SparseVector:
+        """Some of the elements held: one bool for each, or their sorted positions."""
+        return SparseVector(self.indices[which], self.values[which], self.length)
 
     def restrict_to(self, indices: Tensor) -> SparseVector:
         """The elements whose index is also in the sorted `indices`."""

@@ -15,6 +15,7 @@ from oktopk.comm.base import CommunicationError
 
 T = TypeVar("T")
 SIMULATION_TIMEOUT_S = 60.0
+_BATON_PATIENCE_S = 2.0
 
 
 class InjectedFault(RuntimeError):
@@ -37,6 +38,39 @@ class _Meeting:
     results: Sequence[Any] | None = None
 
 
+class _Baton:
+    """Lets one rank compute at a time: hundreds of threads fighting for the interpreter would be far slower.
+
+    Ranks pass it on while they wait in the communicator. If they also wait elsewhere (a thread that is not a rank's
+    communicates for it, or nobody passes on for long), it is dissolved and everyone runs freely: results are the same.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._dissolved = False
+
+    def take(self) -> None:
+        if self._dissolved:
+            return
+        taken = self._lock.acquire(timeout=_BATON_PATIENCE_S)
+        if taken and not self._dissolved:
+            self._holder = threading.get_ident()
+            return
+        self._dissolved = True
+        if taken:
+            self._lock.release()
+
+    def pass_on(self) -> None:
+        if self._dissolved:
+            return
+        if self._holder != threading.get_ident():
+            self._dissolved = True
+        if self._holder is not None:
+            self._holder = None
+            self._lock.release()
+
+
 class World:
     """What the ranks of one simulation share: meetings for collectives, mailboxes for messages, planned faults."""
 
@@ -50,6 +84,7 @@ class World:
         self._mail: dict[tuple[int, int], deque[Tensor]] = {}
         self._faults: list[_Fault] = []
         self._broken: str | None = None
+        self.baton = _Baton()
 
     def fail_at(self, rank: int, operation: str, call: int = 1) -> World:
         """Raise InjectedFault on `rank` at its `call`-th call of `operation`. Returns the world, for chaining."""
@@ -136,7 +171,11 @@ class SimulatedCommunicator:
 
     def recv(self, peer: int, device: torch.device) -> Tensor:
         self._count("recv")
-        return self._world.fetch(peer, self.rank).to(device)
+        self._world.baton.pass_on()
+        try:
+            return self._world.fetch(peer, self.rank).to(device)
+        finally:
+            self._world.baton.take()
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         tensor.copy_(self._collective("broadcast", tensor.detach().clone(), lambda values: [values[root]] * self.size))
@@ -150,7 +189,11 @@ class SimulatedCommunicator:
     def _collective(self, operation: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         self._count(operation)
         self._turn += 1
-        return self._world.meet(self.rank, self._turn, operation, value, combine)
+        self._world.baton.pass_on()
+        try:
+            return self._world.meet(self.rank, self._turn, operation, value, combine)
+        finally:
+            self._world.baton.take()
 
     def _count(self, operation: str) -> None:
         self._calls[operation] += 1
@@ -167,11 +210,14 @@ def simulate(num_ranks: int, fn: Callable[[SimulatedCommunicator], T], world: Wo
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
+        shared.baton.take()
         try:
             results[rank] = fn(SimulatedCommunicator(shared, rank))
         except BaseException as error:
             failures.append(error)
             shared.break_off(f"rank {rank} failed: {error}")
+        finally:
+            shared.baton.pass_on()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}") for rank in range(num_ranks)]
     for thread in threads:

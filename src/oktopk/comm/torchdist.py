@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import torch
@@ -36,12 +35,12 @@ class TorchDistCommunicator(PairwiseExchange):
         self._on_host = dist.get_backend(self._group) != "nccl"
 
     def all_reduce(self, tensor: Tensor) -> None:
-        with self._named("all_reduce"):
-            self._in_place(tensor, partial(dist.all_reduce, group=self._group))
+        with self._named("all_reduce"), self._reachable(tensor) as staged:
+            dist.all_reduce(staged, group=self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        with self._named("broadcast"):
-            self._in_place(tensor, partial(dist.broadcast, src=root, group=self._group))
+        with self._named("broadcast"), self._reachable(tensor) as staged:
+            dist.broadcast(staged, src=root, group=self._group)
 
     def barrier(self) -> None:
         with self._named("barrier"):
@@ -74,9 +73,11 @@ class TorchDistCommunicator(PairwiseExchange):
             return tensor.contiguous() if copy else tensor
         return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    def _in_place(self, tensor: Tensor, operation: Callable[[Tensor], object]) -> None:
+    @contextmanager
+    def _reachable(self, tensor: Tensor) -> Generator[Tensor]:
+        """The tensor where the backend can change it; what it became is in the tensor afterwards."""
         staged = self._stage(tensor, copy=True)
-        operation(staged)
+        yield staged
         if staged is not tensor:
             tensor.copy_(staged)
 

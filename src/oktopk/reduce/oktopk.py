@@ -11,7 +11,7 @@ from oktopk.comm.base import Communicator, all_gather_int
 from oktopk.reduce.base import ReducerSettings
 from oktopk.reduce.exchange import gather, join, mean_of, reduce_regions
 from oktopk.reduce.regions import balanced_boundaries, rebalance
-from oktopk.reduce.threshold import ReusedThreshold, fits, global_kth_magnitude
+from oktopk.reduce.threshold import ReusedThreshold, enough, global_kth_magnitude
 from oktopk.select.base import Selector
 from oktopk.types import Reduction, SparseVector
 
@@ -26,7 +26,8 @@ class OkTopk:
     1. choose        about k elements here, by a threshold renewed every tau' steps
     2. regions       agree every tau steps on one region for each rank, with about as many chosen elements each
     3. split, reduce send each region's pairs to its owner, which sums them
-    4. cut           keep sums at or above the global threshold, renewed every tau' steps
+    4. cut           keep sums at or above the global threshold, renewed every tau' steps, and sooner where it would
+                     keep more than k or fewer than 3k/4
     5. balance, gather    even out the shares if need be, then everyone gets all
     6. apply         mean = sum / P; what this rank chose AND was gathered has left its residual
     """
@@ -61,17 +62,16 @@ class OkTopk:
 
     def _cut(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, list[int]]:
         """The sums worth applying, and how many each rank holds; every rank decides alike, from shared counts."""
-        due = self._steps % self._tau_prime == 0
+        due = self._steps % self._tau_prime == 0 or k >= sums.length
         if not due:
             kept, shares = self._keep(sums, comm)
-            if fits(sum(shares), k):
+            if enough(sum(shares), k) and sum(shares) <= k:
                 return kept, shares
         self._global_threshold = global_kth_magnitude(sums, comm, k)
         return self._keep(sums, comm)
 
     def _keep(self, sums: SparseVector, comm: Communicator) -> tuple[SparseVector, list[int]]:
-        at = self._selector.above(sums.values, self._global_threshold).indices
-        kept = SparseVector(sums.indices[at], sums.values[at], sums.length)
+        kept = sums.where(self._selector.above(sums.values, self._global_threshold).indices)
         return kept, all_gather_int(comm, len(kept), sums.indices.device)
 
     def state_dict(self) -> dict[str, Any]:

@@ -51,9 +51,10 @@ class NormalFit(_StatelessChoice):
 
 
 class ReusedThreshold:
-    """Exactly the k largest every `period` steps; between, all at or above the threshold that gave.
+    """Exactly the k largest every `period` steps; between, those at or above the threshold that gave.
 
-    A count that leaves [3k/4, 5k/4] means that the threshold no longer fits: it is renewed in that very step.
+    More than k are cut to the k largest of them, which raises the threshold; fewer than 3k/4 mean that it no longer
+    fits, and all of `acc` is looked at in that very step. So there are never more than k, and seldom fewer.
     """
 
     def __init__(self, selector: Selector, period: int) -> None:
@@ -64,12 +65,15 @@ class ReusedThreshold:
         self._threshold = 0.0
 
     def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
-        due = self._steps % self._period == 0
+        due = self._steps % self._period == 0 or k >= acc.numel()
         self._steps += 1
         if not due and self._threshold > 0.0:
-            chosen = self._selector.above(acc, self._threshold)
-            if fits(len(chosen), k):
-                return chosen, self._threshold
+            candidates = self._selector.above(acc, self._threshold)
+            if len(candidates) > k:
+                candidates = candidates.where(self._selector.top_k(candidates.values, k).indices)
+                self._threshold = smallest_magnitude(candidates)
+            if enough(len(candidates), k):
+                return candidates, self._threshold
         chosen, self._threshold = self._exact.choose(acc, k)
         return chosen, self._threshold
 
@@ -80,8 +84,8 @@ class ReusedThreshold:
         self._steps, self._threshold = int(state["steps"]), float(state["threshold"])
 
 
-def fits(count: int, k: int) -> bool:
-    return 3 * k <= 4 * count <= 5 * k
+def enough(count: int, k: int) -> bool:
+    return 4 * count >= 3 * k
 
 
 def smallest_magnitude(vector: SparseVector) -> float:

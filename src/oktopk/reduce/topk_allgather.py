@@ -50,8 +50,7 @@ class TopkA2(Stateless):
     def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
         chosen = self._selector.top_k(acc, k)
         total = SparseVector.sum(gather(chosen, comm))
-        best = self._selector.top_k(total.values, k)
-        kept = SparseVector(total.indices[best.indices], best.values, total.length)
+        kept = total.where(self._selector.top_k(total.values, k).indices)
         return Reduction(
             mean_of(kept, comm.size),
             chosen.restrict_to(kept.indices),

@@ -1,0 +1,91 @@
+"""Driving a reducer through many steps with error feedback, and the laws that what it did must obey."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oktopk.comm import CommRecord, CountingCommunicator
+from oktopk.comm.base import Communicator
+from oktopk.reduce import ReducerSettings
+from oktopk.registry import make_communicator, make_selector, reducer_factory
+from oktopk.types import Reduction, SparseVector
+from tests import gradients
+
+LAW_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    reducer: str
+    kind: str
+    n: int
+    k: int
+    steps: int
+    seed: int = 0
+    tau: int = 64
+    tau_prime: int = 32
+
+
+@dataclass(frozen=True)
+class Step:
+    acc: Tensor
+    mean: Tensor
+    residual: Tensor
+    reduction: Reduction
+    traffic: list[CommRecord]
+
+
+def drive(comm: Communicator, case: Case) -> list[Step]:
+    """`case.steps` steps of acc = residual + gradient, reduce, residual = acc - contribution, on one rank."""
+    source = gradients.Synthetic(case.n, comm.rank) if case.kind == "synthetic" else None
+    settings = ReducerSettings(selector=make_selector("torch"), tau=case.tau, tau_prime=case.tau_prime)
+    reducer = reducer_factory(case.reducer)(settings)
+    counting = CountingCommunicator(comm)
+    residual = torch.zeros(case.n)
+    steps = []
+    for step in range(case.steps):
+        fresh = source.at(step) if source else gradients.make(case.kind, case.n, comm.rank, step, case.seed)
+        acc = residual + fresh
+        before = acc.clone()
+        reduction = reducer.reduce(acc, counting, case.k)
+        assert torch.equal(acc, before), "a reducer must not write into acc"
+        residual = acc - dense(reduction.contribution, case.n)
+        steps.append(Step(acc, dense(reduction.mean, case.n), residual, reduction, counting.take()))
+    return steps
+
+
+def drive_over(transport: str, case: Case) -> list[Step]:
+    """For the processes of a real world."""
+    comm = make_communicator(transport, timeout_s=20.0)
+    try:
+        return drive(comm, case)
+    finally:
+        comm.close()
+
+
+def dense(update: Tensor | SparseVector, n: int) -> Tensor:
+    if isinstance(update, SparseVector):
+        assert update.length == n
+        return update.to_dense()
+    return update
+
+
+def assert_lawful(by_rank: list[list[Step]]) -> None:
+    """Same bits on all ranks, and nothing lost or applied twice, element by element, in every step."""
+    size = len(by_rank)
+    for number, together in enumerate(zip(*by_rank, strict=True)):
+        mean = together[0].mean
+        assert bool(torch.isfinite(mean).all()), f"step {number}: mean is not finite"
+        for rank, step in enumerate(together):
+            assert torch.equal(step.mean.view(torch.int32), mean.view(torch.int32)), (
+                f"step {number}: rank {rank} differs"
+            )
+            assert step.reduction.global_count == together[0].reduction.global_count
+        owed = torch.stack([step.acc for step in together]).double()
+        left = torch.stack([step.residual for step in together]).double()
+        gap = (owed.sum(0) - size * mean.double() - left.sum(0)).abs()
+        allowed = LAW_TOLERANCE * owed.abs().sum(0) + size * 1.5e-45  # one unit of the smallest denormal each
+        assert bool((gap <= allowed).all()), f"step {number}: the law is broken by {(gap - allowed).max():g}"

@@ -1,0 +1,321 @@
+"""The contract of oktopk.select.base.Selector, for every implementation on every device there is.
+
+The oracle is a stable argsort of -|x| in numpy: it knows nothing of thresholds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oktopk.select import timing
+from oktopk.select.base import Selector
+from oktopk.select.timing import TimedSelector
+from oktopk.select.torch_ops import TorchSelector
+from oktopk.types import SparseVector
+
+
+def timed_torch() -> Selector:
+    return TimedSelector(TorchSelector())
+
+
+SELECTORS: list[Callable[[], Selector]] = [TorchSelector, timed_torch]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+]
+LAW = settings(derandomize=True, deadline=None, max_examples=80)
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
+
+FINITE = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0, SMALLEST, -SMALLEST, 3 * SMALLEST, LARGEST, -LARGEST]),
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.floats(width=32, min_value=-3.0, max_value=3.0),
+)
+ARRAYS = st.lists(FINITE, min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.float32))
+
+
+@pytest.fixture(params=SELECTORS, ids=lambda make: make.__name__, scope="module")
+def selector(request: pytest.FixtureRequest) -> Selector:
+    return request.param()
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def normal(n: int, seed: int, scale: float = 1.0, mean: float = 0.0) -> np.ndarray:
+    values = np.random.default_rng(seed).normal(size=n)
+    return ((values + mean) * scale).astype(np.float32)
+
+
+def heavy_tails(n: int, seed: int, freedom: float = 1.5) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(freedom, size=n).astype(np.float32)
+
+
+def mixed_scales(n: int, seed: int) -> np.ndarray:
+    return (normal(n, seed) * 10.0 ** np.random.default_rng(seed).integers(-40, 37, size=n)).astype(np.float32)
+
+
+def ties(n: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-3, 4, size=n).astype(np.float32)
+
+
+def few_nonzeros(n: int, seed: int) -> np.ndarray:
+    values = normal(n, seed)
+    values[np.random.default_rng(seed + 1).permutation(n)[5:]] = 0.0
+    return values
+
+
+def one_hot(n: int, at: int, value: float) -> np.ndarray:
+    values = np.zeros(n, dtype=np.float32)
+    values[at] = value
+    return values
+
+
+CASES: dict[str, np.ndarray] = {
+    "normal": normal(1000, 1),
+    "normal with mean": normal(1000, 2, mean=0.5),
+    "tiny scale": normal(1000, 3, scale=1e-30),
+    "denormal scale": normal(1000, 4, scale=1e-40),
+    "huge scale": normal(1000, 5, scale=5e37),
+    "mixed scales": mixed_scales(1000, 6),
+    "heavy tails": heavy_tails(1000, 7),
+    "very heavy tails": heavy_tails(1000, 8, freedom=0.5),
+    "ties": ties(1000, 9),
+    "few non-zeros": few_nonzeros(1000, 10),
+    "all tied": np.full(1000, -0.25, dtype=np.float32),
+    "all tied, both signs": np.where(np.arange(1000) % 3 == 0, 0.1, -0.1).astype(np.float32),
+    "zeros": np.zeros(1000, dtype=np.float32),
+    "signed zeros": np.where(np.arange(1000) % 2 == 0, 0.0, -0.0).astype(np.float32),
+    "one-hot": one_hot(1000, 777, -3.0),
+    "one-hot denormal": one_hot(1000, 999, SMALLEST),
+    "one-hot largest": one_hot(1000, 0, LARGEST),
+    "smallest denormals": (np.arange(1000) % 5).astype(np.float32) * np.float32(SMALLEST),
+    "largest": np.full(1000, LARGEST, dtype=np.float32),
+    "one element": np.array([-2.0], dtype=np.float32),
+    "one zero": np.array([0.0], dtype=np.float32),
+    "two tied": np.array([1.0, -1.0], dtype=np.float32),
+    "nothing": np.zeros(0, dtype=np.float32),
+}
+KS = [1, 2, 7, 100, 999, 1000, 1001, 5000]
+
+each_case = pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+
+
+def put(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.copy()).to(device)
+
+
+def oracle_top_k(values: np.ndarray, k: int) -> list[int]:
+    order = np.argsort(-np.abs(values), kind="stable")[:k]
+    return sorted(int(i) for i in order if values[i] != 0)
+
+
+def oracle_kth(values: np.ndarray, k: int) -> float:
+    order = np.argsort(-np.abs(values), kind="stable")
+    return abs(float(values[order[k - 1]])) if k <= len(values) else 0.0
+
+
+def oracle_above(values: np.ndarray, threshold: float) -> list[int]:
+    """For thresholds that fp32 holds exactly."""
+    return [i for i, value in enumerate(values.tolist()) if value != 0.0 and abs(value) >= threshold]
+
+
+def assert_holds(found: SparseVector, values: np.ndarray, indices: list[int], device: torch.device) -> None:
+    assert found.length == len(values)
+    assert (found.indices.dtype, found.values.dtype) == (torch.int64, torch.float32)
+    assert (found.indices.device.type, found.values.device.type) == (device.type, device.type)
+    assert found.indices.tolist() == indices
+    assert found.values.cpu().numpy().view(np.int32).tolist() == values[indices].view(np.int32).tolist()
+
+
+# --- exact selection
+
+
+@each_case
+def test_top_k_is_exact_and_lower_indices_win_ties(
+    selector: Selector, device: torch.device, values: np.ndarray
+) -> None:
+    for k in KS:
+        assert_holds(selector.top_k(put(values, device), k), values, oracle_top_k(values, k), device)
+
+
+@each_case
+def test_kth_magnitude_is_exact(selector: Selector, device: torch.device, values: np.ndarray) -> None:
+    for k in KS:
+        assert selector.kth_magnitude(put(values, device), k) == oracle_kth(values, k)
+
+
+@each_case
+def test_above_takes_all_ties_and_no_zero(selector: Selector, device: torch.device, values: np.ndarray) -> None:
+    thresholds = {0.0, SMALLEST, float(np.float32(0.1)), LARGEST, *(oracle_kth(values, k) for k in KS)}
+    for threshold in thresholds:
+        expected = oracle_above(values, threshold)
+        assert_holds(selector.above(put(values, device), threshold), values, expected, device)
+
+
+@LAW
+@given(values=ARRAYS, k=st.integers(1, 50))
+def test_top_k_and_kth_magnitude_are_exact_for_any_input(
+    selector: Selector, device: torch.device, values: np.ndarray, k: int
+) -> None:
+    acc = put(values, device)
+    assert_holds(selector.top_k(acc, k), values, oracle_top_k(values, k), device)
+    assert selector.kth_magnitude(acc, k) == oracle_kth(values, k)
+
+
+@LAW
+@given(data=st.data(), values=ARRAYS)
+def test_above_is_exact_for_any_input(
+    selector: Selector, device: torch.device, data: st.DataObject, values: np.ndarray
+) -> None:
+    present = st.sampled_from([abs(value) for value in values.tolist()])
+    threshold = data.draw(st.one_of(present, st.floats(width=32, min_value=0.0, max_value=LARGEST)))
+    assert_holds(selector.above(put(values, device), threshold), values, oracle_above(values, threshold), device)
+
+
+@pytest.mark.parametrize("threshold", [1e-46, 1e-50, 1e-300, 5e-324])
+def test_above_never_takes_a_zero_where_fp32_rounds_the_threshold_to_zero(
+    selector: Selector, device: torch.device, threshold: float
+) -> None:
+    values = np.array([0.0, SMALLEST, -0.0, 2.0], dtype=np.float32)
+    assert_holds(selector.above(put(values, device), threshold), values, [1, 3], device)
+
+
+@pytest.mark.parametrize("threshold", [1e39, 1e300, math.inf])
+def test_above_takes_nothing_where_the_threshold_is_beyond_fp32(
+    selector: Selector, device: torch.device, threshold: float
+) -> None:
+    values = np.array([0.0, LARGEST, -LARGEST], dtype=np.float32)
+    assert_holds(selector.above(put(values, device), threshold), values, [], device)
+
+
+def test_top_k_is_exact_in_a_large_input_with_a_tie_at_the_cut(selector: Selector, device: torch.device) -> None:
+    values = np.round(normal(200_000, 11) * 50).astype(np.float32)
+    for k in (1, 2000, 150_000):
+        assert_holds(selector.top_k(put(values, device), k), values, oracle_top_k(values, k), device)
+
+
+# --- who owns what
+
+
+@each_case
+def test_no_call_changes_its_input(selector: Selector, device: torch.device, values: np.ndarray) -> None:
+    acc = put(values, device)
+    for k in (1, 7, 1000, 5000):
+        selector.top_k(acc, k)
+        selector.above(acc, 0.1)
+        selector.kth_magnitude(acc, k)
+        selector.normal_threshold(acc, k)
+    assert acc.cpu().numpy().view(np.int32).tolist() == values.view(np.int32).tolist()
+
+
+def test_results_own_their_memory(selector: Selector, device: torch.device) -> None:
+    values = normal(1000, 12)
+    for k in (1, 7, 500, 1000, 5000):
+        acc = put(values, device)
+        best, above = selector.top_k(acc, k), selector.above(acc, 0.0)
+        acc.fill_(7.0)
+        assert_holds(best, values, oracle_top_k(values, k), device)
+        assert_holds(above, values, oracle_above(values, 0.0), device)
+        best.values.fill_(9.0)
+        assert bool((acc == 7.0).all())
+
+
+def test_part_of_a_larger_tensor_is_selected_from_by_its_own_indices(selector: Selector, device: torch.device) -> None:
+    values = normal(1000, 13)
+    part = put(values, device)[101:801]
+    assert_holds(selector.top_k(part, 10), values[101:801], oracle_top_k(values[101:801], 10), device)
+
+
+# --- the normal fit
+
+
+@pytest.mark.parametrize(("scale", "mean"), [(1e-30, 0.0), (1e-3, 0.0), (1.0, 0.0), (1e30, 0.0), (1.0, 0.3)])
+def test_normal_threshold_takes_about_k_of_normal_data(
+    selector: Selector, device: torch.device, scale: float, mean: float
+) -> None:
+    acc = put(normal(50_000, 14, scale=scale, mean=mean), device)
+    for k in (50, 500, 5000):
+        assert 3 * k / 4 <= len(selector.above(acc, selector.normal_threshold(acc, k))) <= 2 * k
+
+
+@pytest.mark.parametrize("freedom", [0.5, 1.5, 3.0])
+def test_normal_threshold_takes_enough_of_heavy_tails(selector: Selector, device: torch.device, freedom: float) -> None:
+    acc = put(heavy_tails(20_000, 16, freedom), device)
+    for k in (1, 20, 200, 2000):
+        assert len(selector.above(acc, selector.normal_threshold(acc, k))) >= 3 * k / 4
+
+
+@each_case
+def test_normal_threshold_takes_enough_and_no_zero(
+    selector: Selector, device: torch.device, values: np.ndarray
+) -> None:
+    acc = put(values, device)
+    for k in KS:
+        threshold = selector.normal_threshold(acc, k)
+        assert math.isfinite(threshold)
+        assert threshold >= 0.0
+        taken = selector.above(acc, threshold)
+        assert len(taken) >= min(math.ceil(3 * k / 4), int(np.count_nonzero(values)))
+        assert len(taken) == int(torch.count_nonzero(taken.values))
+
+
+@LAW
+@given(values=ARRAYS, k=st.integers(1, 50))
+def test_normal_threshold_takes_enough_of_any_input(
+    selector: Selector, device: torch.device, values: np.ndarray, k: int
+) -> None:
+    acc = put(values, device)
+    threshold = selector.normal_threshold(acc, k)
+    assert math.isfinite(threshold)
+    assert threshold >= 0.0
+    taken = int(torch.count_nonzero(selector.above(acc, threshold).values))
+    assert taken >= min(math.ceil(3 * k / 4), int(np.count_nonzero(values)))
+
+
+def test_normal_threshold_of_zeros_is_zero(selector: Selector, device: torch.device) -> None:
+    for k in (1, 10, 1000, 2000):
+        assert selector.normal_threshold(torch.zeros(1000, device=device), k) == 0.0
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, 3e38, 1e-38, SMALLEST])
+def test_normal_threshold_of_a_constant_takes_all_of_it(selector: Selector, device: torch.device, value: float) -> None:
+    acc = torch.full((1000,), value, device=device)
+    for k in (1, 10, 999, 1000):
+        assert len(selector.above(acc, selector.normal_threshold(acc, k))) == 1000
+
+
+# --- the wrapper
+
+
+def test_timed_selector_adds_up_the_seconds_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 1.5, 10.0, 12.0, 20.0, 20.25])
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    timed = TimedSelector(TorchSelector())
+    assert timed.take() == 0.0
+    timed.top_k(torch.ones(10), 2)
+    timed.above(torch.ones(10), 0.5)
+    assert timed.take() == 2.5
+    timed.kth_magnitude(torch.ones(10), 2)
+    assert timed.take() == 0.25
+    assert timed.take() == 0.0
+
+
+def test_timed_selector_passes_on_what_the_inner_one_raises() -> None:
+    class Broken(TorchSelector):
+        def top_k(self, acc: torch.Tensor, k: int) -> SparseVector:
+            raise ArithmeticError(f"{acc.numel()} {k}")
+
+    with pytest.raises(ArithmeticError, match="4 2"):
+        TimedSelector(Broken()).top_k(torch.ones(4), 2)

@@ -59,6 +59,8 @@ class AllReducer:
         trainer: MetricLists | None = None,
         **settings: Any,
     ) -> None:
+        if not (isinstance(compressor, str) or callable(compressor)):
+            raise ValueError(f"compressor={compressor!r}: must be a name or a function that makes a Reducer")
         self.settings = Settings.of(settings)
         self.compressor = canonical_name(compressor) if isinstance(compressor, str) else compressor.__name__
         self._factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
@@ -292,14 +294,19 @@ def _values(update: Update) -> Tensor:
 
 
 def _write(mean: Update, target: Tensor) -> Update | None:
-    """Put `mean` into `target`; returns what the target's dtype rounded away (None: nothing, it is fp32)."""
+    """Put `mean` into `target`; returns what the target's dtype rounded away (None: nothing)."""
     values = _values(mean)
-    exact = target.dtype == torch.float32
-    limit = torch.finfo(target.dtype).max
-    stored = values if exact else values.clamp(-limit, limit).to(target.dtype)
+    exact = target.dtype in (torch.float32, torch.float64)
+    stored = values if exact else _to_narrow(values, target.dtype)
     if not isinstance(mean, SparseVector):
         target.copy_(stored)
         return None if exact else values - stored.float()
     target.zero_()
-    target[mean.indices] = stored
+    target[mean.indices] = stored.to(target.dtype)
     return None if exact else SparseVector(mean.indices, values - stored.float(), mean.length)
+
+
+def _to_narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What does not fit becomes the largest that does; the rest of it stays owed."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)

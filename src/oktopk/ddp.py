@@ -1,7 +1,5 @@
 """The one-line change for DistributedDataParallel: a communication hook that hands every bucket to an AllReducer."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
@@ -16,6 +14,7 @@ from oktopk.types import Bucket
 from oktopk.worker import ReductionWorker
 
 TensorFuture = torch.futures.Future[Tensor]
+Outcome = Tensor | BaseException
 
 
 def attach(
@@ -40,10 +39,6 @@ def attach(
     return allreducer
 
 
-def _hook(bridge: _Bridge, grad_bucket: GradBucket) -> TensorFuture:
-    return bridge.submit(grad_bucket)
-
-
 class _Bridge:
     """From DDP's buckets and futures to ours. Results are held back to the end of the step only under `skip`:
     until its last bucket is seen, nobody knows whether the step counts."""
@@ -55,13 +50,13 @@ class _Bridge:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._may_be_unused = bool(ddp_model.find_unused_parameters)
         self._hold_back = allreducer.settings.nonfinite == "skip"
-        self._held: list[tuple[TensorFuture, Tensor]] = []
+        self._held: list[tuple[torch.futures.Future[Outcome], Tensor]] = []
 
     def submit(self, grad_bucket: GradBucket) -> TensorFuture:
         bucket = self._describe(grad_bucket)
         is_last = grad_bucket.is_last()
         device = bucket.gradient.device
-        future: TensorFuture = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+        future: torch.futures.Future[Outcome] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
         def job() -> None:
             self._allreducer.reduce(bucket)
@@ -73,11 +68,11 @@ class _Bridge:
 
         def give_up(error: BaseException) -> None:
             for waiting, _ in [*self._held, (future, bucket.gradient)]:
-                waiting.set_exception(error)  # pyright: ignore[reportArgumentType] - torch annotates it wrongly
+                waiting.set_result(error)
             self._held.clear()
 
         self._worker.submit(job, give_up)
-        return future
+        return future.then(_tensor_or_raise)  # an exception set on the future itself would reach DDP garbled
 
     def _release(self) -> None:
         skipped = self._hold_back and self._allreducer.last_step_skipped
@@ -96,3 +91,15 @@ class _Bridge:
             else frozenset[str]()
         )
         return Bucket(grad_bucket.buffer(), slots, missing)
+
+
+def _tensor_or_raise(done: torch.futures.Future[Outcome]) -> Tensor:
+    outcome = done.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+# DDP reads these annotations at run time, which is why they are not postponed in this file.
+def _hook(state: _Bridge, bucket: GradBucket) -> TensorFuture:
+    return state.submit(bucket)

@@ -59,7 +59,8 @@ class Guard:
         totals = totals.to(bucket.gradient.device)
         comm.all_reduce(totals)
         given = cast("list[list[float]]", totals.tolist())
-        allowed = (comm.size + 2) * _EPSILON * sum(row[2] for row in given)
+        smallest = comm.size * bucket.numel * 2.0**-149  # denormals round by a whole unit each
+        allowed = (comm.size + 2) * _EPSILON * sum(row[2] for row in given) + smallest
         for column, expected, what in (
             (0, applied.plain, "sum"),
             (1, applied.weighted, "position-weighted sum"),
@@ -93,7 +94,7 @@ def hash64(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
+    for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
         position = torch.arange(start, start + part.numel(), device=flat.device)
         total += (part * ((position * -7046029254386353131) | 1)).sum()

@@ -55,37 +55,49 @@ class NamedBuffers:
             return None
         flat = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.gradient.device)
         for slot in bucket.slots:
-            if slot.name in self._views:
-                flat[slot.offset : slot.offset + slot.numel] = self._views[slot.name]
+            view = self._views.get(slot.name)
+            if view is None:
+                continue
+            if view.numel() != slot.numel:
+                raise ValueError(
+                    f"the stored memory of {slot.name!r} has {view.numel()} elements, the parameter has {slot.numel}: "
+                    "the state was saved from another model"
+                )
+            flat[slot.offset : slot.offset + slot.numel] = view
         return flat
 
     def put(self, bucket: Bucket, flat: Tensor) -> None:
         """Takes ownership of `flat`."""
-        if bucket.slots not in self._flat:  # a new layout: forget the old ones that held any of its parameters
-            taken = {slot.name for slot in bucket.slots}
-            self._flat = {
-                slots: old for slots, old in self._flat.items() if taken.isdisjoint(slot.name for slot in slots)
-            }
+        if bucket.slots not in self._flat:
+            self._forget_layouts_with(bucket)
         self._flat[bucket.slots] = flat
         for slot in bucket.slots:
             self._views[slot.name] = flat[slot.offset : slot.offset + slot.numel]
 
     def drop(self, bucket: Bucket) -> None:
-        self._flat.pop(bucket.slots, None)
+        self._forget_layouts_with(bucket)
         for slot in bucket.slots:
             self._views.pop(slot.name, None)
+
+    def _forget_layouts_with(self, bucket: Bucket) -> None:
+        """Of any of its parameters: their values live on in the views alone."""
+        taken = {slot.name for slot in bucket.slots}
+        self._flat = {slots: old for slots, old in self._flat.items() if taken.isdisjoint(slot.name for slot in slots)}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: view.clone() for name, view in self._views.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    @staticmethod
+    def load(kind: str, state: Mapping[str, Tensor]) -> NamedBuffers:
+        """New buffers from what `state_dict` gave; ValueError for NaN or Inf."""
+        loaded = NamedBuffers()
         for name, value in state.items():
-            if not bool(torch.isfinite(value).all()):
+            loaded._views[name] = value.detach().to(torch.float32, copy=True).flatten()
+            if not bool(torch.isfinite(loaded._views[name]).all()):
                 raise ValueError(
-                    f"residual of {name!r} holds NaN or Inf: the saved state is damaged; load an earlier one"
+                    f"{kind} of {name!r} holds NaN or Inf: the saved state is damaged; load an earlier one"
                 )
-        self._flat = {}
-        self._views = {name: value.detach().clone().flatten().float() for name, value in state.items()}
+        return loaded
 
 
 class Residual:
@@ -131,7 +143,7 @@ class Residual:
             raise ValueError(
                 "the saved state has momentum correction, these settings have not: set momentum_correction"
             )
-        self._memory.load_state_dict(state["residual"])
+        self._memory = NamedBuffers.load("residual", state["residual"])
         self._pending.clear()
 
 
@@ -146,24 +158,24 @@ class MomentumResidual:
         self._momentum = momentum
         self._residual = Residual()
         self._velocity = NamedBuffers()
-        self._pending: list[tuple[Bucket, Tensor]] = []
+        self._pending: dict[tuple[Slot, ...], tuple[Bucket, Tensor]] = {}
 
     def compensate(self, bucket: Bucket) -> Tensor:
         velocity = self._velocity.get(bucket)
         gradient = bucket.gradient.detach().to(torch.float32, copy=True)
         if velocity is not None:
             gradient.add_(velocity.to(gradient.device), alpha=self._momentum)
-        self._pending.append((bucket, gradient))
+        self._pending[bucket.slots] = (bucket, gradient)
         return self._residual.compensate(Bucket(gradient, bucket.slots))
 
     def retain(self, bucket: Bucket, acc: Tensor, contribution: Update, rounding: Update | None) -> Tensor | None:
         if isinstance(contribution, SparseVector):
-            _, velocity = self._pending[-1]
+            _, velocity = self._pending[bucket.slots]
             velocity[contribution.indices] = 0.0
         return self._residual.retain(bucket, acc, contribution, rounding)
 
     def commit(self) -> None:
-        for bucket, velocity in self._pending:
+        for bucket, velocity in self._pending.values():
             self._velocity.put(bucket, velocity)
         self._pending.clear()
         self._residual.commit()
@@ -176,8 +188,9 @@ class MomentumResidual:
         return {**self._residual.state_dict(), "velocity": self._velocity.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        velocity = NamedBuffers.load("velocity", state.get("velocity", {}))
         self._residual.load_state_dict({"residual": state["residual"]})
-        self._velocity.load_state_dict(state.get("velocity", {}))
+        self._velocity = velocity
         self._pending.clear()
 
 

@@ -53,9 +53,9 @@ class Settings:
                 raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
         if self.nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite={self.nonfinite!r}: must be 'raise' or 'skip'")
-        if not 0.0 <= self.momentum_correction < 1.0:
-            raise ValueError(f"momentum_correction={self.momentum_correction!r}: must be in [0, 1)")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+        if not (_is_number(self.momentum_correction) and 0.0 <= self.momentum_correction < 1.0):
+            raise ValueError(f"momentum_correction={self.momentum_correction!r}: must be a number in [0, 1)")
+        if not (_is_number(self.timeout_s) and 0.0 < self.timeout_s < math.inf):
             raise ValueError(f"timeout_s={self.timeout_s!r}: must be a positive number of seconds")
 
     @classmethod
@@ -77,6 +77,11 @@ class Settings:
 
 
 def check_density(density: float, where: str = "") -> float:
-    if not (isinstance(density, int | float) and 0.0 < density <= 1.0):  # NaN fails both comparisons
+    if not (_is_number(density) and 0.0 < density <= 1.0):
         raise ValueError(f"density={density!r}{where}: must be in (0, 1], for example 0.01 to send 1 % of the gradient")
     return float(density)
+
+
+def _is_number(value: object) -> bool:
+    """True and False are not numbers a user means; NaN fails the comparisons that follow."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,8 +6,7 @@ Layout, little-endian, `HEADER_BYTES` = 32 then the payload:
     bytes 8-15  length of the vector      bytes 16-23  number of elements      bytes 24-31  checksum
     payload: the indices, then the values
 
-The checksum is the sum of all other 32-bit words (mod 2^63): any single flipped bit changes it. Nothing here waits
-for the device while encoding; decoding reads the header once.
+The checksum is the sum of all other 32-bit words, read as signed, in 64 bits: any single flipped bit changes it.
 """
 
 from __future__ import annotations
@@ -40,27 +39,32 @@ class ValueEncoding(IntEnum):
     FP32 = 0
 
 
-_INDEX_BYTES = {IndexEncoding.INT32: 4, IndexEncoding.INT64: 8}
+_INDEX_DTYPE = {
+    IndexEncoding.INT32: torch.int32,
+    IndexEncoding.INT64: torch.int64,
+    IndexEncoding.RANGE: torch.int64,
+}
 _VALUE_BYTES = {ValueEncoding.FP32: 4}
 
 
 def index_bytes(encoding: IndexEncoding, count: int) -> int:
-    return 8 if encoding is IndexEncoding.RANGE else _INDEX_BYTES[encoding] * count
+    return _INDEX_DTYPE[encoding].itemsize * (1 if encoding is IndexEncoding.RANGE else count)
 
 
 def encode(vector: SparseVector) -> Tensor:
     """A new uint8 tensor on the vector's device."""
     encoding = _index_encoding(vector)
-    indices = vector.indices
-    if encoding is IndexEncoding.INT32:
-        indices = indices.to(torch.int32)
-    elif encoding is IndexEncoding.RANGE:
-        indices = indices[:1]
-    payload = torch.cat([indices.view(torch.uint8), vector.values.contiguous().view(torch.uint8)])
+    count = len(vector)
+    cut = HEADER_BYTES + index_bytes(encoding, count)
+    buffer = torch.empty(cut + 4 * count, dtype=torch.uint8, device=vector.values.device)
+    indices = vector.indices[:1] if encoding is IndexEncoding.RANGE else vector.indices
+    buffer[HEADER_BYTES:cut].view(_INDEX_DTYPE[encoding]).copy_(indices)
+    buffer[cut:].view(torch.float32).copy_(vector.values)
     head = _MAGIC | VERSION << 32 | encoding << 40 | ValueEncoding.FP32 << 48
-    header = torch.tensor([head, vector.length, len(vector), 0], dtype=torch.int64, device=payload.device)
-    header[3] = _checksum(header[:3].view(torch.uint8), payload)
-    return torch.cat([header.view(torch.uint8), payload])
+    header = buffer[:HEADER_BYTES].view(torch.int64)
+    header.copy_(torch.tensor([head, vector.length, count, 0]))
+    header[3] = _checksum(buffer)
+    return buffer
 
 
 def decode(buffer: Tensor, length: int) -> SparseVector:
@@ -77,8 +81,7 @@ def decode(buffer: Tensor, length: int) -> SparseVector:
             raise WireError(f"range {first}+{count} lies outside a vector of length {length}")
         indices = torch.arange(first, first + count, device=buffer.device)
     else:
-        narrow = torch.int32 if encoding is IndexEncoding.INT32 else torch.int64
-        indices = packed.view(narrow).to(torch.int64)
+        indices = packed.view(_INDEX_DTYPE[encoding]).to(torch.int64)
         _check_indices(indices, length)
     values = buffer[cut:].clone().view(torch.float32)
     return SparseVector(indices, values, length)
@@ -93,7 +96,7 @@ def split_index_and_value(buffer: Tensor) -> tuple[Tensor, Tensor]:
 
 def _index_encoding(vector: SparseVector) -> IndexEncoding:
     count = len(vector)
-    if count > 2:  # below that a range saves nothing, and asking would wait for the device
+    if count > 2:  # a run of two is not worth asking the device for its ends
         ends = vector.indices[:: count - 1]
         if int((ends[1] - ends[0]).item()) == count - 1:
             return IndexEncoding.RANGE
@@ -123,7 +126,7 @@ def _read_header(buffer: Tensor, length: int) -> tuple[int, IndexEncoding]:
     expected = HEADER_BYTES + index_bytes(encoding, count) + _VALUE_BYTES[ValueEncoding(value_code)] * count
     if size != expected:
         raise WireError(f"buffer of {size} bytes, its header announces {expected}")
-    if int(_checksum(buffer[: HEADER_BYTES - 8], buffer[HEADER_BYTES:]).item()) != checksum:
+    if int(_checksum(buffer).item()) != checksum:
         raise WireError("checksum does not match: the buffer was damaged on its way")
     return count, encoding
 
@@ -137,7 +140,7 @@ def _check_indices(indices: Tensor, length: int) -> None:
         raise WireError(f"indices are not strictly increasing within 0..{length - 1}")
 
 
-def _checksum(head: Tensor, payload: Tensor) -> Tensor:
-    """Both parts are whole 32-bit words by construction; sums wrap in int64."""
-    total = head.clone().view(torch.int32).sum(dtype=torch.int64)
-    return total + payload.clone().view(torch.int32).sum(dtype=torch.int64)
+def _checksum(buffer: Tensor) -> Tensor:
+    """Of all words but the checksum's own; every part is a whole number of 32-bit words."""
+    words = buffer.clone().view(torch.int32)  # a clone is aligned, wherever the buffer came from
+    return words.sum(dtype=torch.int64) - words[6:8].sum(dtype=torch.int64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import NormalDist
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,10 +28,7 @@ def timed_torch() -> Selector:
 
 
 SELECTORS: list[Callable[[], Selector]] = [TorchSelector, timed_torch]
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
-]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LAW = settings(derandomize=True, deadline=None, max_examples=80)
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
@@ -250,6 +248,14 @@ def test_normal_threshold_takes_about_k_of_normal_data(
         assert 3 * k / 4 <= len(selector.above(acc, selector.normal_threshold(acc, k))) <= 2 * k
 
 
+def test_normal_threshold_is_the_quantile_of_the_fit(selector: Selector, device: torch.device) -> None:
+    n, scale = 50_000, 0.25
+    acc = put(normal(n, 17, scale=scale), device)
+    for k in (100, 1000, 10_000):
+        quantile = scale * NormalDist().inv_cdf(1 - k / (2 * n))
+        assert selector.normal_threshold(acc, k) == pytest.approx(quantile, rel=0.02)
+
+
 @pytest.mark.parametrize("freedom", [0.5, 1.5, 3.0])
 def test_normal_threshold_takes_enough_of_heavy_tails(selector: Selector, device: torch.device, freedom: float) -> None:
     acc = put(heavy_tails(20_000, 16, freedom), device)
@@ -319,3 +325,8 @@ def test_timed_selector_passes_on_what_the_inner_one_raises() -> None:
 
     with pytest.raises(ArithmeticError, match="4 2"):
         TimedSelector(Broken()).top_k(torch.ones(4), 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: the whole suite ran on the CPU alone")
+def test_the_suite_ran_on_cuda_too() -> None:
+    assert "cuda" in DEVICES

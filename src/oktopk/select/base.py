@@ -12,7 +12,8 @@ from oktopk.types import SparseVector
 class Selector(Protocol):
     """Picks elements of a flat, finite fp32 tensor by magnitude. Never mutates it; results own their memory.
 
-    Zero is never picked: sending it would change nothing. Denormals are ordinary numbers.
+    Zero is never picked: sending it would change nothing. Denormals are ordinary numbers. Thresholds are compared as
+    fp32, like the elements.
     """
 
     def top_k(self, acc: Tensor, k: int) -> SparseVector:
@@ -30,6 +31,6 @@ class Selector(Protocol):
     def normal_threshold(self, acc: Tensor, k: int) -> float:
         """Where a normal distribution fitted to `acc` would leave k elements in its two tails.
 
-        Lowered in steps of 1.2 % while it selects fewer than 3k/4, never below the k-th magnitude's zero.
+        Lowered in steps of 1.2 % while it selects fewer than 3k/4 (or all non-zeros, where there are fewer).
         """
         ...

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from oktopk.types import SparseVector
 
-# torch.std and the like are not exact beyond this; a normal fit needs a scale that squares without overflow.
 _LOWERING = 1.0 - 0.012
 _MAX_LOWERINGS = 1000
 
@@ -29,8 +28,7 @@ class TorchSelector:
         return candidates.where(~tied | (torch.cumsum(tied, 0) <= allowed))
 
     def above(self, acc: Tensor, threshold: float) -> SparseVector:
-        chosen = acc.abs() >= threshold if threshold > 0.0 else acc != 0
-        return SparseVector.at(acc, chosen.nonzero().squeeze(1))
+        return SparseVector.at(acc, _reaches(acc, threshold).nonzero().squeeze(1))
 
     def kth_magnitude(self, acc: Tensor, k: int) -> float:
         if k > acc.numel():
@@ -41,8 +39,7 @@ class TorchSelector:
         n = acc.numel()
         if k >= n:
             return 0.0
-        magnitudes = acc.abs()
-        scale = float(magnitudes.max().item())
+        scale = float(acc.abs().max().item())
         if scale == 0.0:
             return 0.0
         spread = acc.double() / scale
@@ -51,7 +48,12 @@ class TorchSelector:
         threshold = scale * min(1.0, abs(mean) + deviation * tail)
         enough = min(math.ceil(3 * k / 4), int((acc != 0).sum().item()))
         for _ in range(_MAX_LOWERINGS):
-            if int((magnitudes >= threshold).sum().item()) >= enough:
+            if int(_reaches(acc, threshold).sum().item()) >= enough:
                 return threshold
             threshold *= _LOWERING
         return self.kth_magnitude(acc, k)
+
+
+def _reaches(acc: Tensor, threshold: float) -> Tensor:
+    """A threshold below the smallest fp32 number compares as zero: zeros must be left out by name."""
+    return (acc.abs() >= threshold) & (acc != 0)

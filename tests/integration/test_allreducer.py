@@ -1,0 +1,382 @@
+"""AllReducer: phases, schedules, state, guards that fire, policies; over simulated ranks."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oktopk
+from oktopk import AllReducer, Bucket, GuardViolation, NonFiniteGradientError, Reduction, SparseVector
+from oktopk.comm import CommunicationError, InjectedFault, World, simulate
+from oktopk.comm.base import Communicator
+from oktopk.reduce import ReducerSettings
+from oktopk.reduce.oktopk import OkTopk
+from oktopk.reduce.topk_allgather import topk_a
+from oktopk.registry import REDUCERS
+from tests import gradients
+from tests.integration.training import FakeTrainer
+
+N = 300
+SLOTS = Bucket.layout([("a", 100), ("b", 150), ("c", 50)])
+QUICK: dict[str, Any] = {"warmup_steps": 2, "density": 0.05, "min_sparse_numel": 0, "tau": 4, "tau_prime": 2}
+
+
+def bucket(rank: int, step: int, kind: str = "heavy") -> Bucket:
+    return Bucket(gradients.make(kind, N, rank, step, seed=1), SLOTS)
+
+
+def run_steps(allreducer: AllReducer, rank: int, steps: range) -> list[Tensor]:
+    means = []
+    for step in steps:
+        current = bucket(rank, step)
+        allreducer.reduce(current)
+        allreducer.end_step()
+        means.append(current.gradient)
+    return means
+
+
+# --- phases
+
+
+def test_dense_until_warm_up_ends_then_sparse() -> None:
+    def run(comm: Communicator) -> list[str]:
+        allreducer = AllReducer("oktopk", comm=comm, **QUICK)
+        phases: list[str] = []
+        allreducer.add_listener(lambda stats: phases.append(stats.phase))
+        run_steps(allreducer, comm.rank, range(5))
+        return phases
+
+    assert simulate(2, run) == [["dense", "dense", "sparse", "sparse", "sparse"]] * 2
+
+
+def test_small_buckets_stay_dense() -> None:
+    allreducer = AllReducer("oktopk", **(QUICK | {"warmup_steps": 0, "min_sparse_numel": N + 1}))
+    assert allreducer.reduce(bucket(0, 0)).phase == "dense"
+    allreducer = AllReducer("oktopk", **(QUICK | {"warmup_steps": 0, "min_sparse_numel": N}))
+    assert allreducer.reduce(bucket(0, 0)).phase == "sparse"
+
+
+def test_density_schedule_is_followed_and_checked() -> None:
+    allreducer = AllReducer("topkA", **(QUICK | {"warmup_steps": 0, "density": lambda step: 0.5 / (step + 1)}))
+    counts = []
+    allreducer.add_listener(lambda stats: counts.append((stats.k, stats.global_count)))
+    run_steps(allreducer, 0, range(3))
+    assert counts == [(150, 150), (75, 75), (50, 50)]
+    allreducer = AllReducer("topkA", **(QUICK | {"warmup_steps": 0, "density": lambda step: 1.0 - step}))
+    run_steps(allreducer, 0, range(1))
+    with pytest.raises(ValueError, match=r"density=0\.0 at step 1: must be in \(0, 1\]"):
+        allreducer.reduce(bucket(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "warmup", "steps", "dense", "warning"),
+    [
+        ("oktopk", 128, 28, 28, "warmup_steps=128 takes up all 28 steps"),
+        ("oktopk", 128, 140, 128, None),
+        ("oktopk", 0, 5, 0, None),
+        ("dense", 0, 5, 5, "compressor 'dense' never compresses"),
+    ],
+)
+def test_plan(
+    compressor: str, warmup: int, steps: int, dense: int, warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = AllReducer(compressor, warmup_steps=warmup).plan(steps)
+    assert (plan.dense_steps, plan.sparse_steps) == (range(dense), range(dense, steps))
+    if warning is None:
+        assert plan.warning is None
+        assert not caplog.records
+    else:
+        assert warning in str(plan)
+        assert warning in caplog.text
+
+
+def test_one_rank_needs_no_launcher_and_works_with_every_reducer() -> None:
+    for name in REDUCERS:
+        allreducer = AllReducer(name, guard_every=1, **QUICK)
+        means = run_steps(allreducer, 0, range(6))
+        assert bool(torch.isfinite(torch.stack(means)).all())
+
+
+# --- state
+
+
+@pytest.mark.parametrize("name", list(REDUCERS))
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_saved_state_continues_bit_identically(name: str, momentum: float) -> None:
+    """7 steps straight equal 4, saved and restored into fresh objects, and 3 more; the border lies inside a period."""
+    settings = QUICK | {"momentum_correction": momentum}
+
+    def straight(comm: Communicator) -> list[Tensor]:
+        return run_steps(AllReducer(name, comm=comm, **settings), comm.rank, range(7))
+
+    def interrupted(comm: Communicator) -> list[Tensor]:
+        first = AllReducer(name, comm=comm, **settings)
+        means = run_steps(first, comm.rank, range(4))
+        file = io.BytesIO()
+        torch.save(first.state_dict(), file)
+        run_steps(first, comm.rank, range(4, 5))  # the old one goes on and must not matter
+        file.seek(0)
+        second = AllReducer(name, comm=comm, **settings)
+        second.load_state_dict(torch.load(file, weights_only=True))
+        return means + run_steps(second, comm.rank, range(4, 7))
+
+    for whole, pieces in zip(simulate(3, straight), simulate(3, interrupted), strict=True):
+        for step, (left, right) in enumerate(zip(whole, pieces, strict=True)):
+            assert torch.equal(left, right), f"step {step}"
+
+
+def test_state_of_another_rank_world_or_compressor_is_refused() -> None:
+    states = simulate(2, lambda comm: AllReducer("oktopk", comm=comm).state_dict())
+    with pytest.raises(ValueError, match=r"saved state has size=2, this AllReducer has 1"):
+        AllReducer("oktopk").load_state_dict(states[0])
+    with pytest.raises(ValueError, match=r"saved state has compressor='oktopk', this AllReducer has 'gtopk'"):
+        AllReducer("gtopk").load_state_dict(states[0])
+
+
+def test_two_allreducers_share_nothing() -> None:
+    alone, beside, other = (AllReducer("oktopk", **QUICK) for _ in range(3))
+    expected = run_steps(alone, 0, range(6))
+    seen = []
+    for step in range(6):
+        seen += run_steps(beside, 0, range(step, step + 1))
+        run_steps(other, 5, range(step, step + 1))
+    assert all(torch.equal(left, right) for left, right in zip(expected, seen, strict=True))
+
+
+# --- guards: they pass on what is right, and fire on each injected fault
+
+
+def tampered(change: Callable[[Reduction, int], Reduction]) -> Callable[[ReducerSettings], Any]:
+    """oktopk whose result is changed on its way back; `change(reduction, rank)`."""
+
+    class Tampered(OkTopk):
+        def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
+            return change(super().reduce(acc, comm, k), comm.rank)
+
+    return Tampered
+
+
+def without_first(vector: Tensor | SparseVector) -> SparseVector:
+    assert isinstance(vector, SparseVector)
+    return vector.slice(1, len(vector))
+
+
+def drop_pair(r: Reduction, _: int) -> Reduction:
+    """Everyone loses the same pair of the result."""
+    return Reduction(without_first(r.mean), r.contribution, r.local_count, r.global_count)
+
+
+def apply_twice(r: Reduction, rank: int) -> Reduction:
+    """Rank 1 does not take a pair that was applied out of its residual: it will be applied again."""
+    return r if rank != 1 else Reduction(r.mean, without_first(r.contribution), r.local_count, r.global_count)
+
+
+def misplace(r: Reduction, _: int) -> Reduction:
+    """A value lands on another index, the same on all ranks: sums alone would not see it."""
+    assert isinstance(r.mean, SparseVector)
+    indices = r.mean.indices.clone()
+    free = next(i for i in range(N) if i not in indices.tolist())
+    indices[0] = free
+    return Reduction(SparseVector(indices, r.mean.values, N), r.contribution, r.local_count, r.global_count)
+
+
+def flip_bit(r: Reduction, rank: int) -> Reduction:
+    """The lowest bit of one value, on rank 2 alone."""
+    if rank != 2:
+        return r
+    assert isinstance(r.mean, SparseVector)
+    bits = r.mean.values.clone().view(torch.int32)
+    bits[0] ^= 1
+    return Reduction(
+        SparseVector(r.mean.indices, bits.view(torch.float32), N), r.contribution, r.local_count, r.global_count
+    )
+
+
+def run_guarded(change: Callable[[Reduction, int], Reduction], guard_every: int = 1) -> None:
+    def run(comm: Communicator) -> None:
+        settings = QUICK | {"guard_every": guard_every}
+        run_steps(AllReducer(tampered(change), comm=comm, **settings), comm.rank, range(5))
+
+    simulate(4, run)
+
+
+def test_guards_pass_where_nothing_is_wrong() -> None:
+    run_guarded(lambda reduction, _: reduction)
+
+
+def test_guards_are_off_by_default() -> None:
+    run_guarded(drop_pair, guard_every=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_pair, r"step 2, bucket a\.\.c: the conservation law is broken by .* rank 3:"),
+        (apply_twice, r"step 2, bucket a\.\.c: the conservation law is broken by .* rank 3:"),
+        (misplace, r"step 2, bucket a\.\.c: the conservation law is broken by .* in the position-weighted sum"),
+        (flip_bit, r"step 2, bucket a\.\.c: what was applied differs between ranks: rank\(s\) 2 of 4"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_guards_fire(change: Callable[[Reduction, int], Reduction], message: str) -> None:
+    with pytest.raises(GuardViolation, match=message):
+        run_guarded(change)
+
+
+def test_guards_look_only_at_every_nth_step() -> None:
+    with pytest.raises(GuardViolation, match="step 3,"):
+        run_guarded(drop_pair, guard_every=3)
+
+
+@pytest.mark.parametrize("name", list(REDUCERS))
+@pytest.mark.parametrize("kind", gradients.KINDS)
+def test_guards_raise_no_false_alarm(name: str, kind: str) -> None:
+    def run(comm: Communicator) -> None:
+        allreducer = AllReducer(name, comm=comm, guard_every=1, **(QUICK | {"warmup_steps": 1}))
+        for step in range(6):
+            allreducer.reduce(bucket(comm.rank, step, kind))
+            allreducer.end_step()
+
+    simulate(3, run)
+
+
+# --- non-finite gradients
+
+
+def poisoned(rank: int, step: int, value: float, where: int) -> Bucket:
+    b = bucket(rank, step)
+    b.gradient[where] = value
+    return b
+
+
+@pytest.mark.parametrize("name", list(REDUCERS))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nonfinite_raises_on_all_ranks(name: str, value: float) -> None:
+    def run(comm: Communicator) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        allreducer = AllReducer(name, comm=comm, **QUICK)
+        run_steps(allreducer, comm.rank, range(3))
+        before = allreducer.state_dict()
+        bad = poisoned(comm.rank, 3, value, 120) if comm.rank == 1 else bucket(comm.rank, 3)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            allreducer.reduce(bad)
+        return str(caught.value), before["feedback"], allreducer.state_dict()["feedback"]
+
+    for message, before, after in simulate(3, run):
+        assert message.startswith("step 3, bucket a..c: NaN or Inf in the gradient of 'b' on rank 1")
+        for name_, residual in before["residual"].items():
+            assert torch.equal(residual, after["residual"][name_])
+
+
+@pytest.mark.parametrize("name", list(REDUCERS))
+def test_skip_leaves_the_step_out_and_counts_it(name: str) -> None:
+    """The first bucket of the step is fine and already reduced: it must not have happened either."""
+
+    def run(comm: Communicator, with_bad_step: bool) -> list[Tensor]:
+        allreducer = AllReducer(name, comm=comm, nonfinite="skip", **(QUICK | {"tau_prime": 1, "tau": 1}))
+        means = []
+        for step in range(6):
+            if step == 3 and with_bad_step:
+                fine = Bucket(gradients.make("heavy", 80, comm.rank, step, 4), Bucket.layout([("d", 80)]))
+                bad = poisoned(comm.rank, step, float("nan"), 5) if comm.rank == 0 else bucket(comm.rank, step)
+                assert not allreducer.reduce(fine).skipped
+                assert allreducer.reduce(bad).skipped
+                assert float(bad.gradient.abs().sum()) == 0.0
+                allreducer.end_step()
+                assert allreducer.last_step_skipped
+                assert allreducer.num_skipped_steps == 1
+            fine = Bucket(gradients.make("heavy", 80, comm.rank, step, 3), Bucket.layout([("d", 80)]))
+            allreducer.reduce(fine)
+            means += [fine.gradient, *run_steps(allreducer, comm.rank, range(step, step + 1))]
+            assert not allreducer.last_step_skipped
+        return means
+
+    with_skip = simulate(3, lambda comm: run(comm, True))
+    without = simulate(3, lambda comm: run(comm, False))
+    for left, right in zip(with_skip, without, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_a_sum_that_overflows_is_refused_and_does_not_enter_the_residual() -> None:
+    def run(comm: Communicator) -> str:
+        allreducer = AllReducer("oktopk", comm=comm, **(QUICK | {"warmup_steps": 0}))
+        huge = Bucket(torch.full((N,), 3e38), SLOTS)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            allreducer.reduce(huge)
+        assert allreducer.state_dict()["feedback"]["residual"] == {}
+        return str(caught.value)
+
+    assert all("overflows fp32" in message for message in simulate(2, run))
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_to_all_v", "all_gather_v"])
+def test_a_failing_rank_breaks_off_the_others(operation: str) -> None:
+    outcomes: dict[int, str] = {}
+
+    def run(comm: Communicator) -> None:
+        try:
+            run_steps(AllReducer("oktopk", comm=comm, **(QUICK | {"warmup_steps": 0})), comm.rank, range(4))
+        except (InjectedFault, CommunicationError) as error:
+            outcomes[comm.rank] = f"{type(error).__name__}: {error}"
+            raise
+
+    with pytest.raises(InjectedFault, match=f"rank 1: injected fault at {operation}, call 2"):
+        simulate(3, run, World(3).fail_at(1, operation, call=2))
+    assert outcomes[1].startswith("InjectedFault")
+    for rank in (0, 2):
+        assert outcomes[rank].startswith(f"CommunicationError: rank {rank} of 3: {operation} failed: rank 1 failed")
+
+
+def test_a_rank_that_stops_taking_part_is_not_waited_for_for_ever() -> None:
+    def run(comm: Communicator) -> None:
+        if comm.rank != 1:
+            run_steps(AllReducer("topkA", comm=comm, **QUICK), comm.rank, range(1))
+
+    with pytest.raises(CommunicationError, match=r"rank \d of 3: all_reduce failed: .*a peer did not take part"):
+        simulate(3, run, World(3, timeout_s=0.3))
+
+
+def test_ranks_that_call_different_operations_are_told() -> None:
+    def run(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.barrier()
+        else:
+            comm.all_reduce(torch.zeros(1))
+
+    with pytest.raises(CommunicationError, match=r"called (barrier|all_reduce) where others called"):
+        simulate(2, run)
+
+
+# --- listeners
+
+
+def test_one_warning_without_a_trainer_and_none_with(caplog: pytest.LogCaptureFixture) -> None:
+    run_steps(AllReducer("oktopk", **QUICK), 0, range(4))
+    assert [r.levelname for r in caplog.records if "no trainer is set" in r.message] == ["WARNING"]
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "oktopk"):
+        allreducer = AllReducer("oktopk", trainer=FakeTrainer(), **QUICK)
+        run_steps(allreducer, 0, range(4))
+    assert [r.levelname for r in caplog.records if "first metric tracked" in r.message] == ["DEBUG"]
+    assert "no trainer" not in caplog.text
+
+
+def test_counted_bytes_are_those_of_the_exchange() -> None:
+    """Two ranks, topkA: 15 pairs each way in a 32-byte header, the length, and the votes on the gradient's health."""
+
+    def run(comm: Communicator) -> oktopk.StepStats:
+        return AllReducer(topk_a, comm=comm, **(QUICK | {"warmup_steps": 0})).reduce(bucket(comm.rank, 0))
+
+    for stats in simulate(2, run):
+        votes = 8 * (2 + len(SLOTS))
+        assert stats.local_count == stats.k == 15
+        assert stats.bytes_sent == stats.bytes_received == 15 * 8 + 32 + 8 + votes
+        assert stats.messages_sent == stats.messages_received == 2 + 2

@@ -1,0 +1,321 @@
+"""attach(ddp_model, ...): real DDP over real Gloo processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+
+import oktopk
+from oktopk.registry import REDUCERS
+from oktopk.types import StepStats
+from tests.integration.training import FakeTrainer, Net, batch, flat_parameters, loss_of
+from tests.worlds import GlooWorld
+
+SPARSE = {"warmup_steps": 2, "density": 0.1, "min_sparse_numel": 0, "guard_every": 1, "timeout_s": 30.0}
+TINY_BUCKETS = 1200 / 2**20  # several buckets even for a small model
+
+
+def train(
+    steps: int,
+    compressor: str | None,
+    settings: dict[str, Any],
+    ddp_options: dict[str, Any],
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, list[StepStats]]:
+    """Parameters after training, and what was told of every reduction."""
+    rank = dist.get_rank()
+    model = DDP((model or Net()).to(dtype), **ddp_options)
+    told: list[StepStats] = []
+    allreducer = None
+    if compressor is not None:
+        allreducer = oktopk.attach(model, compressor, **settings)
+        allreducer.add_listener(told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    if allreducer is not None:
+        allreducer.close()
+    return flat_parameters(model), told
+
+
+def all_reducers_at_density_one(names: list[str]) -> dict[str, torch.Tensor]:
+    options = {"bucket_cap_mb": TINY_BUCKETS}
+    settings = {"density": 1.0, "warmup_steps": 0, "min_sparse_numel": 0, "guard_every": 1}
+    results = {name: train(12, name, settings, options)[0] for name in names}
+    results["plain DDP"] = train(12, None, {}, options)[0]
+    return results
+
+
+def test_density_one_equals_plain_ddp_for_every_reducer(gloo_worlds: dict[int, GlooWorld]) -> None:
+    for result in gloo_worlds[3].run(all_reducers_at_density_one, list(REDUCERS)):
+        plain = result.pop("plain DDP")
+        for name, parameters in result.items():
+            torch.testing.assert_close(parameters, plain, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    "ddp_options",
+    [
+        {},
+        {"bucket_cap_mb": TINY_BUCKETS},
+        {"bucket_cap_mb": TINY_BUCKETS, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": TINY_BUCKETS, "static_graph": True},
+        {"bucket_cap_mb": TINY_BUCKETS, "find_unused_parameters": True},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_replicas_stay_identical_and_lawful(ddp_options: dict[str, Any], gloo: GlooWorld) -> None:
+    results = gloo.run(train, 10, "oktopk", SPARSE, ddp_options)
+    for parameters, told in results:
+        assert torch.equal(parameters, results[0][0])
+        assert {stats.phase for stats in told if stats.step < 2} == {"dense"}
+        assert {stats.phase for stats in told if stats.step >= 2} == {"sparse"}
+        assert max(stats.step for stats in told) == 9
+
+
+def test_dense_results_do_not_depend_on_bucket_size(gloo2: GlooWorld) -> None:
+    settings = {"warmup_steps": 0, "guard_every": 1}
+    small, _ = gloo2.run(train, 6, "dense", settings, {"bucket_cap_mb": TINY_BUCKETS})[0]
+    large, _ = gloo2.run(train, 6, "dense", settings, {})[0]
+    torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_gradient_dtypes(dtype: torch.dtype, gloo2: GlooWorld) -> None:
+    """The guards check that what bf16 or fp16 rounds away goes back into the residual."""
+    results = gloo2.run(train, 8, "oktopk", SPARSE, {"bucket_cap_mb": TINY_BUCKETS}, None, dtype)
+    assert results[0][0].dtype == dtype
+    assert torch.equal(results[0][0], results[1][0])
+    assert bool(torch.isfinite(results[0][0]).all())
+
+
+# --- bucket rebuild
+
+
+def owed_over_the_rebuild() -> tuple[torch.Tensor, torch.Tensor, set[str], set[str]]:
+    """What every parameter owed before and after the rebuild, with gradients of zero in that step; the buckets."""
+    model = DDP(Net(), bucket_cap_mb=TINY_BUCKETS)
+    allreducer = oktopk.attach(model, never_applies, **(SPARSE | {"warmup_steps": 0}))
+    told: list[StepStats] = []
+    allreducer.add_listener(told.append)
+    loss_of(model, dist.get_rank(), 0).backward()
+    first = allreducer.state_dict()["feedback"]["residual"]
+    (loss_of(model, dist.get_rank(), 1) * 0.0).backward()
+    second = allreducer.state_dict()["feedback"]["residual"]
+    allreducer.close()
+    owed = (torch.cat([state[name] for name in sorted(state)]) for state in (first, second))
+    return *owed, {s.bucket for s in told if s.step == 0}, {s.bucket for s in told if s.step == 1}
+
+
+class NeverApplies:
+    """A reducer that applies nothing: everything stays owed."""
+
+    def reduce(self, acc: torch.Tensor, comm: Any, k: int) -> oktopk.Reduction:  # noqa: ARG002
+        nothing = oktopk.SparseVector.empty(acc.numel(), acc.device)
+        return oktopk.Reduction(nothing, nothing, local_count=0, global_count=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def never_applies(settings: Any) -> NeverApplies:  # noqa: ARG001
+    return NeverApplies()
+
+
+def test_every_element_of_the_residual_is_carried_over_the_rebuild(gloo2: GlooWorld) -> None:
+    for first, second, buckets_before, buckets_after in gloo2.run(owed_over_the_rebuild):
+        assert buckets_before != buckets_after, "DDP did not rebuild: this test would prove nothing"
+        assert float(first.abs().sum()) > 0
+        assert torch.equal(first, second)
+
+
+# --- accumulation, unused parameters
+
+
+def accumulate_without_sync() -> tuple[torch.Tensor, int]:
+    rank = dist.get_rank()
+    model = DDP(Net(), bucket_cap_mb=TINY_BUCKETS)
+    allreducer = oktopk.attach(model, "oktopk", density=1.0, warmup_steps=0, min_sparse_numel=0, guard_every=1)
+    told: list[StepStats] = []
+    allreducer.add_listener(told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model, rank, 10 + step).backward()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    allreducer.close()
+    return flat_parameters(model), 1 + max(stats.step for stats in told)
+
+
+def accumulate_by_hand(size: int) -> torch.Tensor:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(size):
+            ((loss_of(model, rank, 10 + step) + loss_of(model, rank, step)) / size).backward()
+        optimizer.step()
+    return flat_parameters(model)
+
+
+def test_no_sync_accumulates_and_counts_one_step(gloo2: GlooWorld) -> None:
+    for parameters, steps in gloo2.run(accumulate_without_sync):
+        assert steps == 3
+        torch.testing.assert_close(parameters, accumulate_by_hand(2), rtol=1e-4, atol=1e-6)
+
+
+class Branches(nn.Module):
+    """`left` is used by rank 0 alone, `right` by all but rank 0, `neither` by nobody after the first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.trunk = nn.Linear(10, 16)
+        self.left = nn.Linear(16, 3)
+        self.right = nn.Linear(16, 3)
+        self.neither = nn.Linear(16, 3)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.trunk(x))
+        out = self.left(h) if dist.get_rank() == 0 else self.right(h)
+        return out + self.neither(h) if self.step < 3 else out
+
+
+def train_with_unused() -> tuple[torch.Tensor, list[float], bool]:
+    """Parameters; what `neither` still owes after each later step; whether it moved in them."""
+    model = DDP(Branches(), find_unused_parameters=True, bucket_cap_mb=TINY_BUCKETS)
+    allreducer = oktopk.attach(model, "topkA", **(SPARSE | {"warmup_steps": 0, "density": 0.02}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    owed, moved = [], False
+    for step in range(8):
+        model.module.step = step
+        before = model.module.neither.weight.detach().clone()
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        if step >= 3:
+            owed.append(float(allreducer.state_dict()["feedback"]["residual"]["neither.weight"].abs().sum()))
+            moved |= not torch.equal(before, model.module.neither.weight)
+    allreducer.close()
+    return flat_parameters(model), owed, moved
+
+
+def test_a_parameter_nobody_uses_keeps_its_residual_until_it_is_used_again(gloo: GlooWorld) -> None:
+    results = gloo.run(train_with_unused)
+    for parameters, owed, moved in results:
+        assert torch.equal(parameters, results[0][0])
+        assert owed[0] > 0
+        assert len(set(owed)) == 1, "DDP does not apply it, so nothing may leave the residual"
+        assert not moved
+
+
+# --- bad gradients
+
+
+def train_with_nan(policy: str, bad_rank: int, bad_step: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    model = DDP(Net(), bucket_cap_mb=TINY_BUCKETS)
+    trainer = FakeTrainer()
+    allreducer = oktopk.attach(model, "oktopk", trainer=trainer, **(SPARSE | {"nonfinite": policy}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    skipped, error, gradients_in_skip = [], None, None
+    try:
+        for step in range(6):
+            optimizer.zero_grad()
+            x, y = batch(rank, step)
+            loss = nn.functional.cross_entropy(model(x), y)
+            if rank == bad_rank and step == bad_step:
+                loss = loss * float("nan")
+            before = allreducer.state_dict()["feedback"]["residual"]
+            loss.backward()
+            if allreducer.last_step_skipped:
+                skipped.append(step)
+                after = allreducer.state_dict()["feedback"]["residual"]
+                assert before.keys() == after.keys()
+                assert all(torch.equal(before[name], after[name]) for name in before), "the residual was touched"
+                gradients_in_skip = sum(float(p.grad.abs().sum()) for p in model.parameters())
+            optimizer.step()
+    except Exception as caught:
+        error = str(caught)
+    residuals = allreducer.state_dict()["feedback"]["residual"]
+    return {
+        "finite": all(bool(torch.isfinite(r).all()) for r in residuals.values()),
+        "parameters": flat_parameters(model),
+        "skipped": skipped,
+        "num_skipped": allreducer.num_skipped_steps,
+        "error": error,
+        "gradients_in_skip": gradients_in_skip,
+    }
+
+
+@pytest.mark.parametrize("bad_step", [1, 4], ids=["warm-up", "sparse"])
+def test_nan_raises_on_all_ranks_naming_rank_and_parameter(bad_step: int) -> None:
+    world = GlooWorld(3)  # of its own: DDP does not survive an error in a hook
+    try:
+        for result in world.run(train_with_nan, "raise", 1, bad_step):
+            assert f"NonFiniteGradientError: step {bad_step}," in result["error"]
+            assert "on rank 1" in result["error"]
+            assert "'out.weight'" in result["error"] or "'out.bias'" in result["error"]
+            assert result["finite"]
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("bad_step", [1, 4], ids=["warm-up", "sparse"])
+def test_nan_skips_the_step_on_all_ranks(bad_step: int, gloo2: GlooWorld) -> None:
+    results = gloo2.run(train_with_nan, "skip", 1, bad_step)
+    for result in results:
+        assert result["error"] is None
+        assert result["skipped"] == [bad_step]
+        assert result["num_skipped"] == 1
+        assert result["gradients_in_skip"] == 0.0
+        assert result["finite"]
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+# --- what users see
+
+
+def collect_metrics() -> tuple[FakeTrainer, list[StepStats]]:
+    model = DDP(Net())
+    trainer = FakeTrainer()
+    told: list[StepStats] = []
+    allreducer = oktopk.attach(model, "oktopk", trainer=trainer, warmup_steps=3, density=0.1, min_sparse_numel=0)
+    allreducer.add_listener(told.append)
+    for step in range(6):
+        loss_of(model, dist.get_rank(), step).backward()
+    allreducer.close()
+    return trainer, told
+
+
+def test_metrics_in_both_phases_are_as_defined(gloo2: GlooWorld) -> None:
+    for trainer, told in gloo2.run(collect_metrics):
+        assert len(trainer.sparsities) == len(trainer.compression_ratios) == len(trainer.communication_sizes) == 6
+        n = told[0].n
+        assert trainer.sparsities[:3] == [0.0] * 3
+        assert trainer.compression_ratios[:3] == [1.0] * 3
+        assert trainer.communication_sizes[:3] == [4.0 * n] * 3
+        for index in range(3, 6):
+            count = told[index].global_count
+            assert 0 < count <= told[index].k
+            assert trainer.sparsities[index] == 1 - count / n
+            assert trainer.compression_ratios[index] == n / count
+            assert trainer.communication_sizes[index] == 8 * count
+            assert 0 < told[index].bytes_sent < 4 * n + 20_000
+            assert {"compensate", "select", "exchange", "combine", "apply"} == set(told[index].seconds)
+
+
+def test_attach_refuses_a_model_without_ddp() -> None:
+    with pytest.raises(ValueError, match="needs a DistributedDataParallel model, got Net"):
+        oktopk.attach(Net())  # pyright: ignore[reportArgumentType]

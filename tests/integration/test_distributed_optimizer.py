@@ -1,0 +1,495 @@
+"""DistributedOptimizer: any optimizer, any communicator."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oktopk
+from oktopk import DistributedOptimizer
+from oktopk.comm import CommunicationError, InjectedFault, World, simulate
+from oktopk.comm.base import Communicator
+from oktopk.registry import REDUCERS, make_communicator
+from tests.integration.training import FakeTrainer, Net, batch, flat_parameters, held_out_loss, loss_of
+from tests.worlds import GlooWorld, run_mpi
+
+TINY_BUCKETS = 1200 / 2**20
+SPARSE: dict[str, Any] = {"warmup_steps": 2, "density": 0.1, "min_sparse_numel": 0, "guard_every": 1}
+ALL: dict[str, Any] = {"density": 1.0, "warmup_steps": 0, "min_sparse_numel": 0, "guard_every": 1}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+
+
+def wrap(
+    model: nn.Module, comm: Communicator | str = "auto", optimizer: str = "sgd", **settings: Any
+) -> DistributedOptimizer:
+    settings = {"bucket_cap_mb": TINY_BUCKETS, **settings}
+    compressor = settings.pop("compressor", "oktopk")
+    return DistributedOptimizer(
+        OPTIMIZERS[optimizer](model.parameters()), model.named_parameters(), compressor, comm=comm, **settings
+    )
+
+
+def train(comm: Communicator, steps: int, optimizer: str = "sgd", **settings: Any) -> torch.Tensor:
+    model = Net()
+    opt = wrap(model, comm, optimizer, **settings)
+    for step in range(steps):
+        opt.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        opt.step()
+    opt.stop()
+    return flat_parameters(model)
+
+
+def train_whole_batch(size: int, steps: int, optimizer: str) -> torch.Tensor:
+    """What data parallelism should equal: one process, the mean loss of all ranks."""
+    model = Net()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(steps):
+        opt.zero_grad()
+        (sum(loss_of(model, rank, step) for rank in range(size)) / size).backward()
+        opt.step()
+    return flat_parameters(model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer_at_density_one_equals_training_on_the_whole_batch(optimizer: str) -> None:
+    expected = train_whole_batch(3, 8, optimizer)
+    for parameters in simulate(3, lambda comm: train(comm, 8, optimizer, **ALL)):
+        torch.testing.assert_close(parameters, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(REDUCERS))
+def test_density_one_equals_the_whole_batch_for_every_reducer(name: str) -> None:
+    expected = train_whole_batch(2, 6, "sgd")
+    for parameters in simulate(2, lambda comm: train(comm, 6, compressor=name, **ALL)):
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_replicas_stay_identical(size: int) -> None:
+    results = simulate(size, lambda comm: train(comm, 10, **SPARSE))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def train_over(transport: str, steps: int) -> torch.Tensor:
+    return train(make_communicator(transport, 20.0), steps, **SPARSE)
+
+
+def test_gloo_and_mpi_give_the_simulated_result(gloo2: GlooWorld) -> None:
+    """To the bit: sums are taken in rank order everywhere, and two numbers add the same either way round."""
+    expected = simulate(2, lambda comm: train(comm, 10, **SPARSE))[0]
+    for result in [*gloo2.run(train_over, "torch", 10), *run_mpi(2, train_over, "mpi", 10)]:
+        assert torch.equal(result, expected)
+
+
+# --- convergence
+
+
+def final_losses(names: list[str]) -> dict[str, tuple[float, torch.Tensor]]:
+    """Held-out loss after 200 steps of each reducer at density 0.1, 20 of them dense."""
+    results = {}
+    for name in names:
+        comm = make_communicator("torch", 30.0)
+        model = Net(width=64)
+        opt = wrap(model, comm, compressor=name, density=0.1, warmup_steps=20, min_sparse_numel=0, bucket_cap_mb=25.0)
+        for step in range(200):
+            opt.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            opt.step()
+        opt.stop()
+        comm.close()
+        results[name] = (held_out_loss(model), flat_parameters(model))
+    return results
+
+
+def test_every_reducer_reaches_the_loss_of_dense_in_200_steps(gloo2: GlooWorld) -> None:
+    """Within 0.08 nats of dense, where training takes it from above 1.0 to below 0.4."""
+    results = gloo2.run(final_losses, list(REDUCERS))
+    assert held_out_loss(Net(width=64)) > 1.0
+    dense, _ = results[0]["dense"]
+    assert dense < 0.4
+    for name, (loss, parameters) in results[0].items():
+        assert loss < dense + 0.08, f"{name}: {loss:.3f}, dense {dense:.3f}"
+        assert torch.equal(parameters, results[1][name][1]), f"{name}: replicas differ"
+
+
+# --- accumulation, clipping, missing gradients
+
+
+def test_local_accumulates_without_exchange() -> None:
+    def accumulate(comm: Communicator) -> tuple[torch.Tensor, int]:
+        model = Net()
+        opt = wrap(model, comm, **ALL)
+        told = []
+        opt.add_listener(told.append)
+        for step in range(3):
+            opt.zero_grad()
+            opt.local = True
+            loss_of(model, comm.rank, 10 + step).backward()
+            opt.local = False
+            loss_of(model, comm.rank, step).backward()
+            opt.step()
+        opt.stop()
+        return flat_parameters(model), len({stats.step for stats in told})
+
+    model = Net()
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    for step in range(3):
+        opt.zero_grad()
+        for rank in range(2):
+            ((loss_of(model, rank, 10 + step) + loss_of(model, rank, step)) / 2).backward()
+        opt.step()
+    for parameters, steps in simulate(2, accumulate):
+        assert steps == 3
+        torch.testing.assert_close(parameters, flat_parameters(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_backward_without_local_says_what_to_do() -> None:
+    model = Net()
+    opt = wrap(model, **SPARSE)
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match=r"a second backward\(\) reached .* set `local = True`"):
+        loss_of(model, 0, 1).backward()
+    opt.stop()
+
+
+def test_norm_clip_scales_the_local_gradient_before_it_is_reduced() -> None:
+    limit = 0.05
+
+    def run(comm: Communicator) -> list[torch.Tensor]:
+        model = Net()
+        opt = wrap(model, comm, norm_clip=limit, **ALL)
+        loss_of(model, comm.rank, 0).backward()
+        opt.synchronize()
+        opt.stop()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = [torch.zeros_like(p) for p in Net().parameters()]
+    for rank in range(2):
+        model = Net()
+        loss_of(model, rank, 0).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        assert float(norm) > limit, "clipping must have something to do"
+        for total, p in zip(expected, model.parameters(), strict=True):
+            total += p.grad / 2
+    for gradients in simulate(2, run):
+        for got, want in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-8)
+
+
+class Halves(nn.Module):
+    """Rank 0 uses `left`, the others `right`; `never` has no gradient anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right, self.never = nn.Linear(10, 3), nn.Linear(10, 3), nn.Linear(10, 3)
+
+
+@pytest.mark.parametrize("name", ["dense", "oktopk", "gtopk"])
+def test_a_parameter_without_gradient_contributes_zero_and_blocks_nobody(name: str) -> None:
+    def run(comm: Communicator) -> tuple[torch.Tensor, bool, torch.Tensor]:
+        model = Halves()
+        before = model.never.weight.detach().clone()
+        opt = wrap(model, comm, compressor=name, **(SPARSE | {"density": 0.5}))
+        for step in range(5):
+            opt.zero_grad()
+            x, y = batch(comm.rank, step)
+            nn.functional.cross_entropy((model.left if comm.rank == 0 else model.right)(x), y).backward()
+            opt.step()
+        opt.stop()
+        # weight decay would have moved it, had it been given a gradient of zeros
+        untouched = model.never.weight.grad is None and torch.equal(before, model.never.weight)
+        return flat_parameters(model), untouched, model.left.weight.detach() - Halves().left.weight.detach()
+
+    results = simulate(3, run)
+    for parameters, untouched, moved in results:
+        assert torch.equal(parameters, results[0][0])
+        assert untouched
+        assert float(moved.abs().sum()) > 0
+
+
+def test_momentum_correction_trains_with_an_optimizer_without_momentum() -> None:
+    def run(comm: Communicator) -> tuple[float, torch.Tensor]:
+        model = Net(width=64)
+        opt = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            "topkA",
+            comm=comm,
+            momentum_correction=0.9,
+            density=0.05,
+            warmup_steps=20,
+            min_sparse_numel=0,
+        )
+        for step in range(150):
+            opt.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            opt.step()
+        opt.stop()
+        return held_out_loss(model), flat_parameters(model)
+
+    results = simulate(2, run)
+    assert results[0][0] < 0.6
+    assert torch.equal(results[0][1], results[1][1])
+
+
+# --- the face of a torch optimizer
+
+
+def test_learning_rate_schedulers_and_hooks_keep_working() -> None:
+    model = Net()
+    opt = wrap(model, **SPARSE)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    calls = []
+    opt.register_step_post_hook(lambda *_: calls.append(1))
+    for step in range(2):
+        opt.zero_grad()
+        loss_of(model, 0, step).backward()
+        opt.step()
+        scheduler.step()
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.025)
+    assert len(calls) == 2
+    assert isinstance(opt, torch.optim.Optimizer)
+    opt.stop()
+
+
+def test_closure_is_called_once() -> None:
+    model = Net()
+    opt = wrap(model, **SPARSE)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        loss = loss_of(model, 0, 0)
+        loss.backward()
+        return loss
+
+    assert float(opt.step(closure).detach()) > 0
+    assert calls == [1]
+    opt.stop()
+
+
+def test_state_restored_into_fresh_objects_continues_bit_identically() -> None:
+    def straight(comm: Communicator) -> torch.Tensor:
+        return train(comm, 9, **SPARSE)
+
+    def interrupted(comm: Communicator) -> torch.Tensor:
+        model = Net()
+        opt = wrap(model, comm, **SPARSE)
+        for step in range(4):
+            opt.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            opt.step()
+        opt.stop()
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        model = Net(seed=77)
+        opt = wrap(model, comm, **SPARSE)
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["optimizer"])
+        for step in range(4, 9):
+            opt.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            opt.step()
+        opt.stop()
+        return flat_parameters(model)
+
+    for left, right in zip(simulate(2, straight), simulate(2, interrupted), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_two_models_in_one_process_share_nothing() -> None:
+    def both(comm: Communicator) -> torch.Tensor:
+        first, second = Net(), Net(seed=5)
+        one, two = wrap(first, comm, **SPARSE), wrap(second, comm, **SPARSE)
+        for step in range(6):
+            for model, opt, shift in ((first, one, 0), (second, two, 50)):
+                opt.zero_grad()
+                loss_of(model, comm.rank, step + shift).backward()
+                opt.step()
+        one.stop()
+        two.stop()
+        return flat_parameters(first)
+
+    for together, alone in zip(simulate(2, both), simulate(2, lambda comm: train(comm, 6, **SPARSE)), strict=True):
+        assert torch.equal(together, alone)
+
+
+def test_nothing_is_broadcast_unless_asked_for() -> None:
+    def run(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Net(seed=comm.rank)
+        opt = wrap(model, comm, **SPARSE)
+        before = flat_parameters(model)
+        opt.broadcast_parameters(root=1)
+        after = flat_parameters(model)
+        opt.stop()
+        return before, after
+
+    results = simulate(3, run)
+    assert not torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(after, results[1][0]) for _, after in results)
+
+
+def test_metrics_reach_the_trainer_in_both_phases() -> None:
+    def run(comm: Communicator) -> FakeTrainer:
+        model = Net()
+        opt = wrap(model, comm, bucket_cap_mb=25.0, **SPARSE)
+        trainer = FakeTrainer()
+        opt.set_trainer(trainer)
+        for step in range(5):
+            opt.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            opt.step()
+        opt.stop()
+        return trainer
+
+    for trainer in simulate(2, run):
+        assert trainer.sparsities[:2] == [0.0, 0.0]
+        assert trainer.compression_ratios[:2] == [1.0, 1.0]
+        assert all(0.8 < s < 1.0 for s in trainer.sparsities[2:])
+        assert len(trainer.communication_sizes) == 5
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"norm_clip": 0.0}, "norm_clip=0.0: must be a positive norm"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1: must be positive"),
+        ({"density": 0}, r"density=0: must be in \(0, 1\]"),
+        ({"compresser": "x"}, "unknown setting compresser='x'; known: density,"),
+        ({"compressor": "topk"}, "unknown compressor 'topk'; known: dense, topkA"),
+    ],
+)
+def test_bad_settings_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrap(Net(), **arguments)
+
+
+def test_parameters_without_a_name_or_with_the_same_are_refused() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="updates 6 parameters, named_parameters names 5"):
+        DistributedOptimizer(optimizer, list(model.named_parameters())[1:])
+    with pytest.raises(ValueError, match="holds 'same' twice"):
+        DistributedOptimizer(optimizer, [("same", p) for p in model.parameters()])
+
+
+def test_ranks_with_different_models_are_told_at_once() -> None:
+    def run(comm: Communicator) -> None:
+        wrap(Net(width=32 + comm.rank), comm, **SPARSE)
+
+    with pytest.raises(ValueError, match=r"rank\(s\) \[1\] hold other parameters"):
+        simulate(2, run)
+
+
+# --- failures in the background
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_to_all_v"])
+def test_an_error_in_the_worker_comes_out_of_step_and_nobody_hangs(operation: str) -> None:
+    caught: dict[int, str] = {}
+
+    def run(comm: Communicator) -> None:
+        model = Net()
+        opt = wrap(model, comm, **SPARSE)
+        for step in range(6):
+            opt.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            try:
+                opt.step()
+            except (InjectedFault, CommunicationError) as error:
+                caught[comm.rank] = f"{type(error).__name__}: {error}"
+                assert threading.current_thread().name == f"rank{comm.rank}"
+                raise
+
+    with pytest.raises((InjectedFault, CommunicationError)):
+        simulate(3, run, World(3, timeout_s=3.0).fail_at(2, operation, call=6))
+    assert caught[2] == f"InjectedFault: rank 2: injected fault at {operation}, call 6"
+    for rank in (0, 1):
+        assert caught[rank].startswith(f"CommunicationError: rank {rank} of 3: ")
+
+
+def stall(rank_that_stalls: int, transport: str) -> str | None:
+    """One rank stops calling step() for longer than the others are willing to wait."""
+    model = Net()
+    opt = wrap(model, transport, timeout_s=2.0, **SPARSE)
+    rank = opt.allreducer.comm.rank
+    if rank == rank_that_stalls:
+        time.sleep(5.0)
+        return None
+    loss_of(model, rank, 0).backward()
+    try:
+        opt.step()
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_stalls_is_reported_over_gloo() -> None:
+    world = GlooWorld(2)
+    try:
+        message = world.run(stall, 1, "torch")[0]
+    finally:
+        world.close()
+    assert message.startswith("rank 0 of 2: all_reduce failed (timeout 2 s)")
+
+
+def test_a_rank_that_stalls_is_reported_over_mpi() -> None:
+    message = run_mpi(2, stall_and_leave, 1)[0]
+    assert message.startswith("rank 0 of 2: all_reduce failed (timeout 2 s)")
+
+
+def stall_and_leave(rank_that_stalls: int) -> str | None:
+    return stall(rank_that_stalls, "mpi")
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_nonfinite_policies(policy: str) -> None:
+    def run(comm: Communicator) -> tuple[str | None, torch.Tensor, int]:
+        model = Net()
+        opt = wrap(model, comm, nonfinite=policy, **SPARSE)
+        error = None
+        for step in range(6):
+            opt.zero_grad()
+            loss = loss_of(model, comm.rank, step)
+            (loss * float("inf") if comm.rank == 1 and step == 3 else loss).backward()
+            before = flat_parameters(model)
+            try:
+                opt.step()
+            except oktopk.NonFiniteGradientError as caught:
+                error = str(caught)
+                break
+            if opt.allreducer.last_step_skipped:
+                assert torch.equal(before, flat_parameters(model)), "momentum or decay moved a skipped step"
+                assert all(p.grad is None for p in model.parameters())
+        opt.stop()
+        return error, flat_parameters(model), opt.allreducer.num_skipped_steps
+
+    results = simulate(3, run)
+    for error, parameters, skipped in results:
+        assert torch.equal(parameters, results[0][1])
+        assert bool(torch.isfinite(parameters).all())
+        if policy == "raise":
+            assert error is not None
+            assert error.startswith("step 3, bucket out.")
+            assert "on rank 1" in error
+        else:
+            assert error is None
+            assert skipped == 1

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 class GlooWorld:
     """`size` processes joined by Gloo over loopback. `run(fn, ...)` calls `fn` in all of them, results by rank."""
 
+    backend = "gloo"
+
     def __init__(self, size: int, patience_s: float = 120.0) -> None:
         self.size = size
         self._patience_s = patience_s
@@ -33,7 +35,7 @@ class GlooWorld:
         for rank in range(size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, f"{self._folder.name}/store", theirs), daemon=True
+                target=_serve, args=(self.backend, rank, size, f"{self._folder.name}/store", theirs), daemon=True
             )
             process.start()
             self._pipes.append(mine)
@@ -64,10 +66,18 @@ class GlooWorld:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+class NcclWorld(GlooWorld):
+    """The same over NCCL, one GPU for each rank."""
+
+    backend = "nccl"
+
+
+def _serve(backend: str, rank: int, size: int, store: str, pipe: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
     while True:
         try:
             fn, args = pipe.recv()

@@ -76,7 +76,7 @@ class AllReducer:
         self._reducers: dict[str, Reducer] = {}
         self._saved_reducers: dict[str, Any] = {}
         self._listeners: list[Listener] = []
-        self._trainer_lists = TrainerLists(trainer)
+        self._trainer_lists = TrainerLists(trainer, self.comm.rank)
         self._skipping = False
         self.step = 0
         self.num_skipped_steps = 0
@@ -86,7 +86,7 @@ class AllReducer:
 
     def set_trainer(self, trainer: MetricLists) -> None:
         """From now on fill this trainer's lists."""
-        self._trainer_lists = TrainerLists(trainer)
+        self._trainer_lists = TrainerLists(trainer, self.comm.rank)
 
     def add_listener(self, listener: Listener) -> None:
         """`listener(StepStats)` after every reduction, on the thread that reduces."""

@@ -55,7 +55,8 @@ class Guard:
         left = _Sums(0.0, 0.0, 0.0) if residual is None else _sums(residual)
         moved = abs(owed.mass - left.mass) + applied.mass
         totals = torch.zeros(comm.size, 3, dtype=torch.float64)
-        totals[comm.rank] = torch.tensor([owed.plain - left.plain, owed.weighted - left.weighted, moved])
+        given_up = [owed.plain - left.plain, owed.weighted - left.weighted, moved]
+        totals[comm.rank] = torch.tensor(given_up, dtype=torch.float64)
         totals = totals.to(bucket.gradient.device)
         comm.all_reduce(totals)
         given = cast("list[list[float]]", totals.tolist())

@@ -34,7 +34,11 @@ class SparseVector:
 
     @staticmethod
     def empty(length: int, device: torch.device) -> SparseVector:
-        return SparseVector(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device), length)
+        return SparseVector(
+            torch.empty(0, dtype=torch.int64, device=device),
+            torch.empty(0, dtype=torch.float32, device=device),
+            length,
+        )
 
     @staticmethod
     def at(dense: Tensor, indices: Tensor) -> SparseVector:

@@ -12,17 +12,24 @@ from oktopk.comm import CountingCommunicator
 from oktopk.comm.base import Communicator, all_gather_int
 from oktopk.registry import make_communicator
 
-CPU = torch.device("cpu")
+
+def here() -> torch.device:
+    return torch.get_default_device()
 
 
 def message(sender: int, receiver: int, size: int) -> torch.Tensor:
     """What `sender` has for `receiver`: lengths differ, some are empty."""
     length = (7 * sender + 3 * receiver) % 5 * 11
-    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=_seeded(sender * size + receiver))
+    generator = _seeded(sender * size + receiver)
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator, device="cpu").to(here())
 
 
 def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+def _noise(n: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    return (torch.randn(n, dtype=dtype, generator=_seeded(rank), device="cpu") * 10.0 ** (rank % 7)).to(here())
 
 
 def check_rank_and_size(comm: Communicator) -> None:
@@ -39,7 +46,7 @@ def check_all_reduce_sums_integers_exactly_past_32_bits(comm: Communicator) -> N
 def check_all_reduce_gives_the_same_bits_everywhere(comm: Communicator) -> None:
     for dtype in (torch.float32, torch.float64):
         for n in (1, 3, 1000):
-            everyone = [torch.randn(n, dtype=dtype, generator=_seeded(r)) * 10.0 ** (r % 7) for r in range(comm.size)]
+            everyone = [_noise(n, dtype, r) for r in range(comm.size)]
             mine = everyone[comm.rank].clone()
             comm.all_reduce(mine)
             torch.testing.assert_close(mine, sum(everyone))
@@ -98,7 +105,7 @@ def check_messages_between_two_ranks_stay_in_order(comm: Communicator) -> None:
         if comm.rank % 2 == 0:
             comm.send(outgoing, after)
         if comm.rank % 2 == 1 or (comm.rank == 0 and comm.size % 2 == 1):
-            arrived = comm.recv(before, CPU)
+            arrived = comm.recv(before, here())
             assert arrived.tolist() == [index] * size
     comm.barrier()
 
@@ -111,7 +118,7 @@ def check_broadcast_from_every_root(comm: Communicator) -> None:
 
 
 def check_all_gather_int(comm: Communicator) -> None:
-    assert all_gather_int(comm, comm.rank * 2**33 - 5, CPU) == [rank * 2**33 - 5 for rank in range(comm.size)]
+    assert all_gather_int(comm, comm.rank * 2**33 - 5, here()) == [rank * 2**33 - 5 for rank in range(comm.size)]
 
 
 def check_operations_in_a_row_do_not_mix(comm: Communicator) -> None:
@@ -142,10 +149,11 @@ def run_all(comm: Communicator) -> dict[str, str | None]:
     return verdicts
 
 
-def run_all_over(transport: str) -> dict[str, str | None]:
+def run_all_over(transport: str, device: str = "cpu") -> dict[str, str | None]:
     """For the processes of a real world."""
     comm = make_communicator(transport, timeout_s=20.0)
     try:
-        return run_all(comm)
+        with torch.device(device):
+            return run_all(comm)
     finally:
         comm.close()

@@ -71,7 +71,7 @@ class TorchDistCommunicator(PairwiseExchange):
         """Where the backend can reach it: the tensor itself, or its place (copy=False) or copy on the host."""
         if not (self._on_host and tensor.is_cuda):
             return tensor.contiguous() if copy else tensor
-        return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return tensor.cpu() if copy else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     @contextmanager
     def _reachable(self, tensor: Tensor) -> Generator[Tensor]:

@@ -22,12 +22,12 @@ class MetricLists(Protocol):
 class TrainerLists:
     """A listener that appends to the trainer's lists, for every bucket and step of both phases.
 
-    Steps that were skipped applied nothing and are left out. Without a trainer it says so, once.
+    Steps that were skipped applied nothing and are left out. Without a trainer rank 0 says so, once.
     """
 
-    def __init__(self, trainer: MetricLists | None) -> None:
+    def __init__(self, trainer: MetricLists | None, rank: int = 0) -> None:
         self._trainer = trainer
-        self._spoken = False
+        self._spoken = rank != 0
 
     def __call__(self, stats: StepStats) -> None:
         if stats.skipped:

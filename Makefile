@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test lint unit setup clean
+.PHONY: test train lint unit setup clean
 
 test: lint unit
+
+train: $(READY)
+	$(BIN)/oktopk train demo $(if $(DATA),--data-dir $(DATA)) $(ARGS)
 
 unit: $(READY)
 	$(BIN)/python -m pytest

@@ -19,6 +19,12 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def initialize(backend: str, rank: int, size: int, timeout_s: float) -> None:
+    """Join the process group that MASTER_ADDR and MASTER_PORT name, unless this process already did."""
+    if not is_initialized():
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+
+
 class TorchDistCommunicator(PairwiseExchange):
     """Makes a process group of its own (a collective call), so that nobody else's collectives get in between.
 

@@ -1,0 +1,8 @@
+"""The old command line: python main_trainer.py --dnn lstman4 --dataset an4 ... (oktopk train has every setting)."""
+
+import sys
+
+from oktopk.train.legacy import main
+
+if __name__ == "__main__":
+    sys.exit(main())

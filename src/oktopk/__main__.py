@@ -1,0 +1,7 @@
+"""python -m oktopk"""
+
+import sys
+
+from oktopk.cli import main
+
+sys.exit(main())

@@ -1,0 +1,101 @@
+"""The command line: oktopk train | manifest | data."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from oktopk.train.config import ConfigError, TrainConfig, load_config, parse_bool, preset_names
+from oktopk.train.data.an4_like import generate
+from oktopk.train.data.errors import DataError
+from oktopk.train.data.manifest import write_manifests
+from oktopk.train.main import run_training
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code; what a user did wrong is said in one line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    try:
+        return int(options.run(options, given))
+    except (ConfigError, DataError) as error:
+        print(f"oktopk: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(options: argparse.Namespace, given: list[str]) -> int:
+    values = {item.name: getattr(options, item.name) for item in dataclasses.fields(TrainConfig)}
+    overrides = {name: value for name, value in values.items() if value is not None}
+    return run_training(load_config(options.preset, overrides), ["-m", "oktopk", *given])
+
+
+def _manifest(options: argparse.Namespace, given: list[str]) -> int:
+    del given
+    for path in write_manifests(Path(options.folder), Path(options.out) if options.out else None):
+        print(f"{path}: {len(path.read_text().splitlines())} utterances")
+    return 0
+
+
+def _data(options: argparse.Namespace, given: list[str]) -> int:
+    del given
+    generate(Path(options.folder), num_train=options.train, num_test=options.test, seed=options.seed)
+    print(f"{options.folder}: {options.train} training and {options.test} held-out utterances")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="oktopk", description="Training that sends only the gradients that matter.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    train = commands.add_parser(
+        "train",
+        help="train a model on one or several workers",
+        description="Train. Values come from the preset; every one can be overridden here.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=None,
+    )
+    train.add_argument(
+        "preset", nargs="?", default="demo", help=f"one of {', '.join(preset_names())}, or the path of a TOML file"
+    )
+    add_settings(train)
+    train.set_defaults(run=_train)
+
+    manifest = commands.add_parser("manifest", help="list the audio files of an AN4 folder in two CSV files")
+    manifest.add_argument("folder", help="AN4, with train/an4/wav and test/an4/wav in it")
+    manifest.add_argument("--out", help="where to write them; default: into the folder itself")
+    manifest.set_defaults(run=_manifest)
+
+    data = commands.add_parser("data", help="generate a data set")
+    kinds = data.add_subparsers(required=True, metavar="kind")
+    an4_like = kinds.add_parser("an4-like", help="speech-like sounds with AN4-like transcripts, in AN4's layout")
+    an4_like.add_argument("folder")
+    an4_like.add_argument("--train", type=int, default=480, help="training utterances (default %(default)s)")
+    an4_like.add_argument("--test", type=int, default=64, help="held-out utterances (default %(default)s)")
+    an4_like.add_argument("--seed", type=int, default=0)
+    an4_like.set_defaults(run=_data)
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """An option for every field of TrainConfig, in its groups, hyphens and underscores alike."""
+    types = get_type_hints(TrainConfig)
+    groups: dict[str, Any] = {}
+    for item in dataclasses.fields(TrainConfig):
+        title: str = item.metadata["group"]
+        groups.setdefault(title, parser.add_argument_group(title) if title not in groups else None)
+        names = dict.fromkeys([f"--{item.name.replace('_', '-')}", f"--{item.name}"])
+        kind = types[item.name]
+        options: dict[str, Any] = {"dest": item.name, "default": None, "metavar": kind.__name__.upper()}
+        options |= {"type": parse_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
+        help_text = f"{item.metadata['help']} (default: {item.default if item.default != '' else 'none'})"
+        groups[title].add_argument(*names, help=help_text.replace("%", "%%"), **options)
+    # defaults are in the help texts: those of the parser are all None
+    parser.formatter_class = argparse.HelpFormatter
+
+
+if __name__ == "__main__":
+    sys.exit(main())

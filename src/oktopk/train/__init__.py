@@ -1,0 +1,1 @@
+"""Training with the library: data, models and the loop."""

@@ -1,0 +1,1 @@
+"""Speech data: audio, manifests, batches and an embedded corpus."""

@@ -1,0 +1,70 @@
+"""Which utterances a rank reads, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_JITTER = 0.05
+
+
+class BucketedBatches:
+    """Full batches of utterances of similar duration, the same number of them for every rank.
+
+    An epoch, given by (seed, epoch) alone:
+    1. fill up: random utterances are repeated until all ranks' batches are full,
+    2. sort by duration, give or take 5 %,
+    3. cut into groups of `size` batches, and deal each group's utterances to the ranks in turn,
+    4. shuffle the groups.
+    """
+
+    def __init__(self, *, durations: Sequence[float], batch_size: int, rank: int, size: int, seed: int) -> None:
+        _check_rank(rank, size)
+        for key, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
+        if not durations:
+            raise ValueError("durations is empty: there must be at least one utterance")
+        for index, duration in enumerate(durations):
+            if not 0.0 <= duration < math.inf:
+                raise ValueError(f"durations[{index}]={duration!r}: must be a finite number of seconds, at least 0")
+        self._durations = np.asarray(durations, dtype=np.float64)
+        self._batch_size = batch_size
+        self._rank = rank
+        self._size = size
+        self._seed = seed
+
+    @property
+    def num_batches(self) -> int:
+        """Batches per epoch and rank; the same on all ranks."""
+        return math.ceil(len(self._durations) / (self._batch_size * self._size))
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """This rank's batches of indices into durations; over all ranks each index appears at least once."""
+        if epoch < 0:
+            raise ValueError(f"epoch={epoch!r}: must be a whole number, at least 0")
+        generator = np.random.default_rng((self._seed, epoch))
+        n = len(self._durations)
+        repeats, left = divmod(self.num_batches * self._batch_size * self._size, n)
+        filled = np.concatenate([np.tile(np.arange(n), repeats), generator.permutation(n)[:left]])
+        filled = generator.permutation(filled)  # equal durations: in random order
+        keys = self._durations[filled] * generator.uniform(1 - _JITTER, 1 + _JITTER, len(filled))
+        groups = filled[np.argsort(keys, kind="stable")].reshape(self.num_batches, self._batch_size, self._size)
+        return groups[generator.permutation(self.num_batches), :, self._rank].tolist()
+
+
+def shard(n: int, rank: int, size: int) -> range:
+    """This rank's part of n utterances; over all ranks each appears exactly once."""
+    _check_rank(rank, size)
+    if n < 0:
+        raise ValueError(f"n={n!r}: must be a whole number, at least 0")
+    return range(rank, n, size)
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if size < 1:
+        raise ValueError(f"size={size!r}: must be a whole number, at least 1")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank!r}: must be in [0, {size}), the number of ranks")

@@ -1,0 +1,85 @@
+"""From a config to a finished run, on however many workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from oktopk.comm.base import CommunicationError, Communicator
+from oktopk.comm.local_workers import start_local_workers
+from oktopk.train.checkpoint import CheckpointError
+from oktopk.train.config import ConfigError, TrainConfig
+from oktopk.train.data.errors import DataError
+from oktopk.train.launch import Member, find_place, join
+from oktopk.train.runlog import open_rank_log
+from oktopk.train.show import Silent, Terminal
+from oktopk.train.tasks import build_workload
+from oktopk.train.trainer import Trainer, TrainingStopped
+from oktopk.types import ints
+
+logger = logging.getLogger("oktopk")
+_FAILURES = (ConfigError, DataError, CheckpointError, TrainingStopped, CommunicationError, ValueError)
+
+
+def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
+    """The exit code. Where nobody started us and several workers are wanted, start `python arguments...` for each."""
+    place = find_place()
+    if place.starter == "nobody" and config.workers > 1:
+        return start_local_workers(config.workers, arguments)
+    if place.starter != "nobody" and config.workers not in (1, place.size):
+        raise ConfigError(f"workers={config.workers}: but {place.starter} started {place.size}; leave one of them out")
+    # several workers on one machine share its cores
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", place.size)))))
+    member = join(config, place)
+    try:
+        _train(config, member)
+    except _FAILURES as error:
+        print(f"oktopk: worker {place.rank}: {error}", file=sys.stderr, flush=True)
+        logger.error("%s", error)
+        # not sys.exit: a worker that waits for the others at exit would make them wait too
+        if place.size > 1:
+            os._exit(2)
+        return 2
+    return 0
+
+
+def _train(config: TrainConfig, member: Member) -> None:
+    if not config.resume:
+        config = replace(config, name=_free_name(config, member))
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    handler = open_rank_log(config.run_folder, member.place.rank)
+    try:
+        display = Terminal(config.quiet) if member.is_first else Silent()
+        trainer = Trainer(config, member, build_workload(config, member), display)
+        record = trainer.run()
+        display.summary(trainer, record)
+        member.comm.barrier()
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def _free_name(config: TrainConfig, member: Member) -> str:
+    """`name`, or name-2, name-3... where a run of that name was already logged; the first worker decides."""
+    name, number = config.name, 1
+    while member.is_first and (replace(config, name=name).run_folder / "metrics.jsonl").exists():
+        number += 1
+        name = f"{config.name}-{number}"
+    return _from_first(name, member.comm, member.device)
+
+
+def _from_first(text: str, comm: Communicator, device: torch.device) -> str:
+    raw = text.encode()
+    length = torch.tensor([len(raw)], device=device)
+    comm.broadcast(length, 0)
+    content = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if comm.rank == 0:
+        content = torch.tensor(list(raw), dtype=torch.uint8)
+    content = content.to(device)
+    comm.broadcast(content, 0)
+    return bytes(ints(content)).decode()

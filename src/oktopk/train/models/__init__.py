@@ -1,0 +1,1 @@
+"""The networks that the trainer's tasks train."""

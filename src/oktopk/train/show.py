@@ -1,0 +1,165 @@
+"""What a person sees: the plan, a bar for each epoch, its figures, the table at the end. Worker 0 alone speaks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from oktopk.train.trainer import Trainer
+
+StepSink = Callable[[Mapping[str, Any]], None]
+
+
+class Display(Protocol):
+    def plan(self, trainer: Trainer) -> None: ...
+    def epoch(self, epoch: int, num_steps: int) -> contextlib.AbstractContextManager[StepSink]: ...
+    def epoch_done(self, record: Mapping[str, Any]) -> None: ...
+    def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None: ...
+
+
+class Silent:
+    """For all workers but the first."""
+
+    def plan(self, trainer: Trainer) -> None:
+        trainer.plan()
+
+    @contextlib.contextmanager
+    def epoch(self, epoch: int, num_steps: int) -> Generator[StepSink]:
+        del epoch, num_steps
+        yield lambda _: None
+
+    def epoch_done(self, record: Mapping[str, Any]) -> None:
+        del record
+
+    def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        del trainer, record
+
+
+class Terminal:
+    def __init__(self, quiet: bool) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bars = self._console.is_terminal and not quiet
+
+    def plan(self, trainer: Trainer) -> None:
+        config, plan = trainer.config, trainer.plan()
+        n, size = trainer.num_parameters, trainer.optimizer.allreducer.comm.size
+        dense, sparse = len(plan.dense_steps), len(plan.sparse_steps)
+        k = max(1, round(config.density * n))
+        say = self._console.print
+        say(f"plan: {config.task}, {n:,} parameters, {size} worker{'s' if size > 1 else ''}, {config.compressor}")
+        say(
+            f"  {trainer.steps_per_epoch} steps an epoch, {trainer.num_steps} in all: {dense} dense, {sparse} sparse"
+            + (f" from step {plan.sparse_steps.start}" if sparse else "")
+        )
+        say(
+            f"  gradient to apply in a step: dense {_bytes(4 * n)}, sparse about {_bytes(8 * k)}"
+            f" (density {config.density:g})"
+        )
+        if trainer.position.step:
+            say(f"  resumed at step {trainer.position.step}")
+        if plan.warning:
+            say(f"  WARNING: {plan.warning}")
+
+    @contextlib.contextmanager
+    def epoch(self, epoch: int, num_steps: int) -> Generator[StepSink]:
+        if not self._bars:
+            yield lambda _: None
+            return
+        columns = (
+            TextColumn(f"epoch {epoch}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            bar = progress.add_task("", total=num_steps, figures="")
+
+            def advance(record: Mapping[str, Any]) -> None:
+                rate = record["samples"] / max(sum(record["seconds"].values()), 1e-9)
+                figures = f"loss {_figure(record['loss'])}  {record['phase']}  sparsity {_figure(record['sparsity'])}"
+                progress.update(bar, advance=1, figures=f"{figures}  {rate:.0f} samples/s")
+
+            yield advance
+
+    def epoch_done(self, record: Mapping[str, Any]) -> None:
+        self._console.print(
+            f"epoch {record['epoch']}: loss {_figure(record['loss'])}, held-out {_figure(record.get('val_loss'))}, "
+            f"WER {_figure(record.get('wer'))}, CER {_figure(record.get('cer'))}, "
+            f"sparsity {_figure(record['sparsity'])}, ratio {_figure(record['compression_ratio'], '.1f')}, "
+            f"sent {_bytes(record['bytes_sent'])}, {record['samples_per_s']:.0f} samples/s"
+        )
+
+    def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        folder = trainer.config.run_folder
+        table = Table(title=f"{trainer.config.name}: {trainer.position.step} steps", show_header=False)
+        for row in summary_rows(folder, trainer.optimizer.allreducer.comm.size, record):
+            table.add_row(*row)
+        self._console.print(table)
+        for what in ("config.json", "metrics.jsonl", "epochs.csv", "tensorboard", "logs", "checkpoints"):
+            self._console.print(f"  {folder / what}")
+
+
+def summary_rows(folder: Path, size: int, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """From what was logged: final figures, bytes against dense, seconds by stage in each phase."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        ("training loss, first and last epoch", f"{_epoch_loss(steps, first=True)} → {_figure(record.get('loss'))}"),
+        ("held-out loss", _figure(record.get("val_loss"))),
+        ("WER", _figure(record.get("wer"))),
+        ("CER", _figure(record.get("cer"))),
+    ]
+    for phase in ("dense", "sparse"):
+        mine = [step for step in steps if step["phase"] == phase and not step["skipped"]]
+        rows.append((f"{phase} steps", str(len(mine))))
+        if not mine:
+            continue
+        buckets = [bucket for step in mine for bucket in step["buckets"]]
+        would_be = sum(8 * bucket["n"] * (size - 1) // size for bucket in buckets)
+        sent = sum(step["bytes_sent"] for step in mine)
+        against = f", {sent / would_be:.1%} of dense" if would_be else ""
+        seconds = {
+            stage: sum(step["seconds"][stage] for step in mine) / len(mine)
+            for stage in ("io", "forward", "backward", "wait")
+        }
+        exchange = sum(bucket["seconds"].get("exchange", 0.0) for bucket in buckets) / len(mine)
+        rows += [
+            (f"  sparsity, {phase}", _figure(_mean([step["sparsity"] for step in mine]))),
+            (f"  compression ratio, {phase}", _figure(_mean([b["compression_ratio"] for b in buckets]), ".1f")),
+            (f"  sent by a worker in a step, {phase}", f"{_bytes(sent / len(mine))}{against}"),
+            (
+                f"  a step, {phase}",
+                ", ".join(f"{stage} {value * 1e3:.0f} ms" for stage, value in seconds.items())
+                + f" (of which exchanging {exchange * 1e3:.0f} ms, partly during backward)",
+            ),
+        ]
+    return rows
+
+
+def _epoch_loss(steps: list[dict[str, Any]], first: bool) -> str:
+    wanted = steps[0 if first else -1]["epoch"] if steps else None
+    return _figure(_mean([s["loss"] for s in steps if s["epoch"] == wanted and s["loss"] is not None]))
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _figure(value: float | None, spec: str = ".4f") -> str:
+    return "n/a" if value is None else format(value, spec)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

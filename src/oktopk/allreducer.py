@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from oktopk.comm.base import Communicator
 from oktopk.comm.counting import CountingCommunicator, Traffic
 from oktopk.guard import Guard
 from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
-from oktopk.precheck import NonFiniteGradientError, Verdict, agree, first_nonfinite
+from oktopk.precheck import NonFiniteGradientError, Verdict, agree
 from oktopk.reduce.base import Reducer, ReducerSettings
 from oktopk.reduce.dense import Dense
 from oktopk.registry import ReducerFactory, canonical_name, make_communicator, make_selector, reducer_factory
 from oktopk.residual import ErrorFeedback, MomentumResidual, Residual, Update
 from oktopk.select.timing import TimedSelector
 from oktopk.settings import Settings
-from oktopk.types import Bucket, Reduction, Slot, SparseVector, StepStats
+from oktopk.types import Bucket, Phase, Reduction, Slot, SparseVector, StepStats
 
 logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]
@@ -62,7 +62,11 @@ class AllReducer:
         if not (isinstance(compressor, str) or callable(compressor)):
             raise ValueError(f"compressor={compressor!r}: must be a name or a function that makes a Reducer")
         self.settings = Settings.of(settings)
-        self.compressor = canonical_name(compressor) if isinstance(compressor, str) else compressor.__name__
+        self.compressor = (
+            canonical_name(compressor)
+            if isinstance(compressor, str)
+            else getattr(compressor, "__name__", repr(compressor))
+        )
         self._factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
         self._selector = TimedSelector(make_selector(self.settings.selector))
         self.comm = CountingCommunicator(
@@ -73,10 +77,12 @@ class AllReducer:
         )
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
-        self._reducers: dict[str, Reducer] = {}
+        self._reducers: dict[str, tuple[tuple[Slot, ...], Reducer]] = {}
         self._saved_reducers: dict[str, Any] = {}
         self._listeners: list[Listener] = []
         self._trainer_lists = TrainerLists(trainer, self.comm.rank)
+        self._untold: list[StepStats] = []
+        self._closing: list[Callable[[], None]] = []
         self._skipping = False
         self.step = 0
         self.num_skipped_steps = 0
@@ -94,6 +100,8 @@ class AllReducer:
 
     def plan(self, num_steps: int) -> Plan:
         """Which of the steps 0..num_steps-1 will be dense and which sparse; logs the warning, if there is one."""
+        if num_steps < 1:
+            raise ValueError(f"num_steps={num_steps!r}: must be at least 1")
         warmup = num_steps if self.compressor == "dense" else min(self.settings.warmup_steps, num_steps)
         warning = None
         if warmup == num_steps:
@@ -117,7 +125,8 @@ class AllReducer:
             "step": self.step,
             "num_skipped_steps": self.num_skipped_steps,
             "feedback": self._feedback.state_dict(),
-            "reducers": self._saved_reducers | {key: reducer.state_dict() for key, reducer in self._reducers.items()},
+            "reducers": self._saved_reducers
+            | {key: reducer.state_dict() for key, (_, reducer) in self._reducers.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,7 +145,14 @@ class AllReducer:
         self.step = int(state["step"])
         self.num_skipped_steps = int(state["num_skipped_steps"])
 
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Let `close` do this first."""
+        self._closing.append(action)
+
     def close(self) -> None:
+        """Release the communicator; nothing can be reduced afterwards."""
+        while self._closing:
+            self._closing.pop()()
         self.comm.close()
 
     # --- the way of a gradient
@@ -144,12 +160,16 @@ class AllReducer:
     def reduce(self, bucket: Bucket) -> StepStats:
         """Overwrite `bucket.gradient` with the mean over all ranks of what is applied in this step.
 
-        Raises on every rank alike, with the residual as it was, for NaN or Inf (policy `raise`); under `skip` the
-        gradient becomes zero, here and for the rest of the step.
+        Raises on every rank alike for NaN or Inf (policy `raise`): the step cannot be finished, go back to a saved
+        state. Under `skip` the gradient becomes zero, here and for the rest of the step.
         """
         if self._skipping:
             return self._skip(bucket)
         clock = _Clock()
+        self.comm.take()  # what others sent through it in the meantime is not ours
+        for slot in bucket.slots:
+            if slot.name in bucket.missing:
+                _part(bucket.gradient, slot).zero_()
         acc = self._feedback.compensate(bucket)
         self._guard.before(self.step, acc)
         verdict = agree(bucket, acc, self.comm)
@@ -164,9 +184,6 @@ class AllReducer:
         self._selector.take()
         reduction = reducer.reduce(acc, self.comm, k)
         clock.stage("reduce")
-        overflow = first_nonfinite(_values(reduction.mean))
-        if overflow is not None:
-            return self._refuse(bucket, "the sum over all ranks overflows fp32")
         rounding = _write(reduction.mean, bucket.gradient)
         contribution = reduction.contribution
         if held and contribution is acc:
@@ -181,21 +198,23 @@ class AllReducer:
         if self.settings.nonfinite == "raise":
             self._feedback.commit()
         seconds = clock.split("reduce", select=self._selector.take(), exchange=traffic.seconds)
-        return self._tell(bucket, k, reduction, exchanged.plus(traffic), seconds, unused=verdict.unused)
+        return self._tell(bucket, k, reduction, exchanged.plus(traffic), seconds, verdict.unused)
 
     def end_step(self) -> None:
         """After the last bucket of a step."""
         if self._skipping:
             self._feedback.roll_back()
             self.num_skipped_steps += 1
+            self._untold = [replace(stats, skipped=True, global_count=0) for stats in self._untold]
         else:
             self._feedback.commit()
+        self._tell_listeners()
         self.last_step_skipped, self._skipping = self._skipping, False
         self.step += 1
 
     def _reducer_for(self, bucket: Bucket) -> tuple[Reducer, int]:
         """Who reduces this bucket in this step, and how many elements that should apply."""
-        if self.step < self.settings.warmup_steps or bucket.numel < self.settings.min_sparse_numel:
+        if self._phase(bucket) == "dense":
             return self._dense, bucket.numel
         key = bucket.key
         if key not in self._reducers:
@@ -205,15 +224,23 @@ class AllReducer:
             )
             if key in self._saved_reducers:
                 reducer.load_state_dict(self._saved_reducers.pop(key))
-            self._reducers[key] = reducer
-        return self._reducers[key], self.settings.k_at(self.step, bucket.numel)
+            names = {slot.name for slot in bucket.slots}
+            self._reducers = {  # layouts that DDP has given up are forgotten
+                old: entry for old, entry in self._reducers.items() if names.isdisjoint(slot.name for slot in entry[0])
+            }
+            self._reducers[key] = (bucket.slots, reducer)
+        return self._reducers[key][1], self.settings.k_at(self.step, bucket.numel)
+
+    def _phase(self, bucket: Bucket) -> Phase:
+        early = self.step < self.settings.warmup_steps
+        return "dense" if early or bucket.numel < self.settings.min_sparse_numel else "sparse"
 
     def _refuse(self, bucket: Bucket, reason: str) -> StepStats:
         """Every rank comes here in the same step."""
         self._feedback.roll_back()
         if self.settings.nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"step {self.step}, bucket {bucket.name}: {reason}. Nothing was applied; lower the learning rate, "
+                f"step {self.step}, bucket {bucket.name}: {reason}. This step is not taken; lower the learning rate, "
                 "clip the gradient, or set nonfinite='skip' to leave such steps out"
             )
         logger.warning("step %d is skipped on all ranks: %s", self.step, reason)
@@ -223,9 +250,22 @@ class AllReducer:
     def _skip(self, bucket: Bucket) -> StepStats:
         bucket.gradient.zero_()
         traffic = Traffic.of(self.comm.take())
-        nothing = SparseVector.empty(bucket.numel, bucket.gradient.device)
-        reduction = Reduction(nothing, nothing, local_count=0, global_count=0)
-        return self._tell(bucket, 0, reduction, traffic, {}, skipped=True)
+        stats = StepStats(
+            step=self.step,
+            bucket=bucket.name,
+            phase=self._phase(bucket),
+            n=bucket.numel,
+            k=0,
+            local_count=0,
+            global_count=0,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            messages_sent=traffic.messages_sent,
+            messages_received=traffic.messages_received,
+            skipped=True,
+        )
+        self._untold.append(stats)
+        return stats
 
     def _tell(
         self,
@@ -234,9 +274,7 @@ class AllReducer:
         reduction: Reduction,
         traffic: Traffic,
         seconds: Mapping[str, float],
-        *,
-        skipped: bool = False,
-        unused: tuple[Slot, ...] = (),
+        unused: tuple[Slot, ...],
     ) -> StepStats:
         stats = StepStats(
             step=self.step,
@@ -253,12 +291,18 @@ class AllReducer:
             messages_sent=traffic.messages_sent,
             messages_received=traffic.messages_received,
             seconds=seconds,
-            skipped=skipped,
             unused=tuple(slot.name for slot in unused),
         )
-        for listener in (self._trainer_lists, *self._listeners):
-            listener(stats)
+        self._untold.append(stats)
+        if self.settings.nonfinite == "raise":  # else nobody knows before the end of the step whether it counts
+            self._tell_listeners()
         return stats
+
+    def _tell_listeners(self) -> None:
+        untold, self._untold = self._untold, []
+        for stats in untold:
+            for listener in (self._trainer_lists, *self._listeners):
+                listener(stats)
 
 
 class _Clock:
@@ -280,7 +324,7 @@ class _Clock:
 
 
 def _culprits(verdict: Verdict) -> str:
-    return "NaN or Inf in the gradient of " + ", ".join(
+    return "NaN, Inf or a value too large to sum in the gradient of " + ", ".join(
         f"{name!r} on rank {rank}" for rank, name in verdict.nonfinite.items()
     )
 

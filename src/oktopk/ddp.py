@@ -1,15 +1,18 @@
 """The one-line change for DistributedDataParallel: a communication hook that hands every bucket to an AllReducer."""
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import GradBucket, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.allreducer import AllReducer
+from oktopk.comm.torchdist import TorchDistCommunicator
 from oktopk.metrics.trainer_lists import MetricLists
 from oktopk.registry import ReducerFactory
+from oktopk.settings import Settings
 from oktopk.types import Bucket
 from oktopk.worker import ReductionWorker
 
@@ -27,14 +30,18 @@ def attach(
     """Let `ddp_model` exchange its gradients through an AllReducer, and return it.
 
     Call once on every rank, after DDP was built and before the first backward. Settings are those of
-    `oktopk.settings.Settings`. An error during a reduction comes out of `backward()`.
+    `oktopk.settings.Settings`. Ranks are those of the model's own process group. An error during a reduction comes out
+    of `backward()`, as a RuntimeError that quotes it. With nonfinite="skip" a skipped step leaves gradients of zero:
+    leave out `optimizer.step()` where `allreducer.last_step_skipped`, or momentum and decay still move the parameters.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise ValueError(
             f"attach() needs a DistributedDataParallel model, got {type(ddp_model).__name__}; "
             "without DDP use oktopk.DistributedOptimizer"
         )
-    allreducer = AllReducer(compressor, comm="torch", trainer=trainer, **settings)
+    timeout_s = Settings.of(settings).timeout_s
+    parent = cast("ProcessGroup", ddp_model.process_group)
+    allreducer = AllReducer(compressor, comm=TorchDistCommunicator(timeout_s, parent), trainer=trainer, **settings)
     ddp_model.register_comm_hook(_Bridge(ddp_model, allreducer), _hook)
     return allreducer
 
@@ -49,6 +56,12 @@ class _Bridge:
         module = cast("torch.nn.Module", ddp_model.module)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._may_be_unused = bool(ddp_model.find_unused_parameters)
+        self._touched: set[str] = set()
+        if self._may_be_unused:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(partial(self._touch, name))
+        allreducer.on_close(self._worker.stop)
         self._hold_back = allreducer.settings.nonfinite == "skip"
         self._held: list[tuple[torch.futures.Future[Outcome], Tensor]] = []
 
@@ -59,16 +72,18 @@ class _Bridge:
         future: torch.futures.Future[Outcome] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
         def job() -> None:
-            self._allreducer.reduce(bucket)
             self._held.append((future, bucket.gradient))
+            self._allreducer.reduce(bucket)
             if is_last:
                 self._allreducer.end_step()
             if is_last or not self._hold_back:
                 self._release()
 
         def give_up(error: BaseException) -> None:
-            for waiting, _ in [*self._held, (future, bucket.gradient)]:
-                waiting.set_result(error)
+            self._held.append((future, bucket.gradient))
+            for waiting, _ in self._held:
+                if not waiting.done():
+                    waiting.set_result(error)
             self._held.clear()
 
         self._worker.submit(job, give_up)
@@ -84,13 +99,16 @@ class _Bridge:
         names = [self._names[id(parameter)] for parameter in grad_bucket.parameters()]
         gradients = grad_bucket.gradients()
         slots = Bucket.layout([(name, gradient.numel()) for name, gradient in zip(names, gradients, strict=True)])
-        missing = (
-            # DDP leaves zeros for a parameter that took no part, and does not apply what nobody took part in.
-            frozenset(name for name, gradient in zip(names, gradients, strict=True) if not bool(gradient.any()))
-            if self._may_be_unused
-            else frozenset[str]()
-        )
+        missing: frozenset[str] = frozenset()
+        if self._may_be_unused:  # DDP does not apply what nobody took part in
+            missing = frozenset(names) - self._touched
+            self._touched -= set(names)
         return Bucket(grad_bucket.buffer(), slots, missing)
+
+    def _touch(self, name: str, gradient: Tensor) -> None:
+        """Called by autograd for every parameter that takes part in a backward."""
+        del gradient
+        self._touched.add(name)
 
 
 def _tensor_or_raise(done: torch.futures.Future[Outcome]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ class _Pack:
     parameters: tuple[Parameter, ...]
     flat: Tensor
     ready: set[str] = field(default_factory=set[str])
+    versions: list[int | None] = field(default_factory=list[int | None])
+
+    def mark_versions(self) -> None:
+        """Remember the gradients as they are handed in, so that later changes are noticed."""
+        self.versions = [_version(p) for p in self.parameters]
 
     def fill(self) -> Bucket:
         """Copy the gradients in; a parameter without one contributes zero."""
@@ -39,12 +45,22 @@ class _Pack:
             part = self.part(slot)
             if parameter.grad is None:
                 part.zero_()
+            elif parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"{slot.name!r} has a gradient of {parameter.grad.layout}: only dense ones can be reduced"
+                )
             else:
                 part.copy_(parameter.grad.reshape(-1))
         return Bucket(self.flat, self.slots, frozenset(missing))
 
     def hand_back(self, unused: frozenset[str]) -> None:
         """Copy the means out; a parameter that no rank has a gradient for keeps none."""
+        for slot, parameter, version in zip(self.slots, self.parameters, self.versions, strict=True):
+            if _version(parameter) != version:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} was changed while it was being reduced: call synchronize() "
+                    "before you clip or scale gradients, then step()"
+                )
         for slot, parameter in zip(self.slots, self.parameters, strict=True):
             if slot.name in unused:
                 parameter.grad = None
@@ -65,6 +81,7 @@ class DistributedOptimizer(Optimizer):
     one seed or call `broadcast_parameters()`. Settings are those of `oktopk.settings.Settings`.
 
     Set `local = True` to accumulate: backward then only adds to `.grad`, until one runs with `local = False`.
+    To look at or change gradients between backward and step, call `synchronize()` first.
     """
 
     def __init__(  # the base class would take over the parameters: the wrapped optimizer keeps them
@@ -83,6 +100,8 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(f"norm_clip={norm_clip!r}: must be a positive norm, or None for no clipping")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: must be positive")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS evaluates its closure several times in a step: it cannot be wrapped")
         named = _named_parameters_of(optimizer, named_parameters)
         self._inner = optimizer
         self._norm_clip = norm_clip
@@ -111,17 +130,19 @@ class DistributedOptimizer(Optimizer):
         """
         if self._synchronized:
             return
+        self._refuse_strangers()
         if self._norm_clip is not None:
             self._clip(self._norm_clip)
         for pack in self._packs[len(self._tickets) :]:
             self._submit(pack)
         self._tickets.append(self._worker.submit(self.allreducer.end_step))
         tickets, self._tickets = self._tickets, []
+        for pack in self._packs:
+            pack.ready.clear()
         for ticket in tickets:
             ticket.wait()
         skipped, unused = self.allreducer.last_step_skipped, frozenset(self._unused)
         for pack in self._packs:
-            pack.ready.clear()
             pack.hand_back(frozenset(slot.name for slot in pack.slots) if skipped else unused)
         self._unused.clear()
         self._synchronized = True
@@ -144,18 +165,19 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._tickets:
             raise RuntimeError("zero_grad() while gradients are being reduced: call step() or synchronize() first")
+        self._synchronized = False
         self._inner.zero_grad(set_to_none)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Called by autograd when a parameter's gradient is complete."""
-        if self.local or self._norm_clip is not None:  # clipping needs all gradients: they go at synchronize()
-            return
         pack, name = self._pack_of[id(parameter)]
         if name in pack.ready or self._synchronized:
             raise RuntimeError(
                 f"a second backward() reached {name!r} before step(): set `local = True` for all but the last "
                 "backward of a step"
             )
+        if self.local or self._norm_clip is not None:  # clipping needs all gradients: they go at synchronize()
+            return
         pack.ready.add(name)
         # In the order of the buckets, which is the same on all ranks, whatever the order of the gradients.
         while len(self._tickets) < len(self._packs):
@@ -164,7 +186,19 @@ class DistributedOptimizer(Optimizer):
                 break
             self._submit(following)
 
+    def _refuse_strangers(self) -> None:
+        """A parameter that was frozen when it was wrapped has no place in the packs: it would train on its own."""
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._pack_of:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} got a gradient but required none when the "
+                        "optimizer was wrapped: unfreeze parameters first, then wrap"
+                    )
+
     def _submit(self, pack: _Pack) -> None:
+        pack.mark_versions()
+
         def job() -> None:
             bucket = pack.fill()
             self._unused.update(self.allreducer.reduce(bucket).unused)
@@ -177,8 +211,8 @@ class DistributedOptimizer(Optimizer):
         gradients = [p.grad for pack in self._packs for p in pack.parameters if p.grad is not None]
         if not gradients:
             return
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if bool(torch.isfinite(norm)) and bool(norm > limit):
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        if limit < norm < math.inf:
             for gradient in gradients:
                 gradient.mul_(limit / norm)
 
@@ -204,6 +238,11 @@ class DistributedOptimizer(Optimizer):
         self._worker.stop()
         if self._owns_comm:
             self.allreducer.close()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch.amp.GradScaler, whose losses and skipped steps other ranks would know nothing of."""
+        raise RuntimeError("GradScaler does not work with DistributedOptimizer: train in bf16, which needs no scaling")
 
     # --- the face of a torch optimizer
 
@@ -280,6 +319,10 @@ def _pack(named: list[tuple[str, Parameter]], cap_mb: float) -> list[_Pack]:
         )
         for group in groups
     ]
+
+
+def _version(parameter: Parameter) -> int | None:
+    return None if parameter.grad is None else parameter.grad._version
 
 
 def _kind(parameter: Parameter) -> tuple[torch.dtype, torch.device]:

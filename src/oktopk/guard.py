@@ -1,15 +1,14 @@
 """Run-time checks of the two promises: nothing lost or applied twice, and the same bits on every rank.
 
-The law is checked from scalar sums in fp64, plain and weighted by position (so that a value put in the wrong place
-shows too). What fp32 rounding may have done is bounded by (P + 2) * 2^-23 of the mass that moved; a lost pair larger
-than that is found. The hash is 64 bits wide: any single flipped bit changes it.
+The vector is cut into up to 1024 parts. In each, what the residuals gave up must be what was applied, in fp64 sums with
+weights that depend on the position (so that a value put in the wrong place shows too). What fp32 rounding may have done
+is bounded by (P + 2) * 2^-23 of the mass that moved in that part: a lost or doubled pair is far above it. The hash is
+64 bits wide: any single flipped bit changes it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,19 +16,15 @@ from torch import Tensor
 from oktopk.comm.base import Communicator
 from oktopk.types import Bucket, ints
 
-_CHUNK = 1 << 22  # bounds the fp64 temporaries
+_PARTS = 1024
+_BLOCK = 1 << 22  # elements looked at at once: bounds the fp64 temporaries
 _EPSILON = 2.0**-23
+_SMALLEST = 2.0**-149  # denormals round by a whole unit each
+_SPREAD = -7046029254386353131
 
 
 class GuardViolation(RuntimeError):
     """A promise was broken; the message names the step, the bucket, the ranks and by how much."""
-
-
-@dataclass(frozen=True)
-class _Sums:
-    plain: float
-    weighted: float
-    mass: float
 
 
 class Guard:
@@ -37,57 +32,57 @@ class Guard:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._owed: _Sums | None = None
+        self._owed: Tensor | None = None
 
     def before(self, step: int, acc: Tensor) -> None:
-        self._owed = _sums(acc) if self._every and step % self._every == 0 else None
+        self._owed = acc.clone() if self._every and step % self._every == 0 else None
 
     def after(self, step: int, bucket: Bucket, residual: Tensor | None, comm: Communicator) -> None:
-        """`bucket.gradient` holds the mean as applied."""
-        if self._owed is None:
+        """`bucket.gradient` holds the mean as applied. Every rank finds the same, and raises alike."""
+        owed, self._owed = self._owed, None
+        if owed is None:
             return
-        self._check_law(step, bucket, self._owed, residual, comm)
-        self._check_hash(step, bucket, comm)
-        self._owed = None
+        _check_hash(step, bucket, comm)
+        given_up = owed if residual is None else owed.double() - residual
+        _check_law(step, bucket, given_up, comm)
 
-    def _check_law(self, step: int, bucket: Bucket, owed: _Sums, residual: Tensor | None, comm: Communicator) -> None:
-        applied = _sums(bucket.gradient)
-        left = _Sums(0.0, 0.0, 0.0) if residual is None else _sums(residual)
-        moved = abs(owed.mass - left.mass) + applied.mass
-        totals = torch.zeros(comm.size, 3, dtype=torch.float64)
-        given_up = [owed.plain - left.plain, owed.weighted - left.weighted, moved]
-        totals[comm.rank] = torch.tensor(given_up, dtype=torch.float64)
-        totals = totals.to(bucket.gradient.device)
-        comm.all_reduce(totals)
-        given = cast("list[list[float]]", totals.tolist())
-        smallest = comm.size * bucket.numel * 2.0**-149  # denormals round by a whole unit each
-        allowed = (comm.size + 2) * _EPSILON * sum(row[2] for row in given) + smallest
-        for column, expected, what in (
-            (0, applied.plain, "sum"),
-            (1, applied.weighted, "position-weighted sum"),
-        ):
-            gap = sum(row[column] for row in given) - comm.size * expected
-            if not abs(gap) <= allowed:
-                shares = ", ".join(f"rank {rank}: {row[column]:.6g}" for rank, row in enumerate(given))
-                raise GuardViolation(
-                    f"step {step}, bucket {bucket.name}: the conservation law is broken by {gap:.6g} in the {what} "
-                    f"(allowed {allowed:.2g}): {comm.size} * mean applied = {comm.size * expected:.6g}, "
-                    f"but the residuals gave up {shares}"
-                )
 
-    def _check_hash(self, step: int, bucket: Bucket, comm: Communicator) -> None:
-        hashes = torch.zeros(comm.size, dtype=torch.int64, device=bucket.gradient.device)
-        hashes[comm.rank] = hash64(bucket.gradient)
-        comm.all_reduce(hashes)
-        found = ints(hashes)
-        common, _ = Counter(found).most_common(1)[0]
-        odd = [rank for rank, value in enumerate(found) if value != common]
-        if odd:
-            raise GuardViolation(
-                f"step {step}, bucket {bucket.name}: what was applied differs between ranks: "
-                f"rank(s) {', '.join(map(str, odd))} of {comm.size} hold other bits than the rest "
-                f"({', '.join(f'{value & (2**64 - 1):#018x}' for value in found)})"
-            )
+def _check_hash(step: int, bucket: Bucket, comm: Communicator) -> None:
+    hashes = torch.zeros(comm.size, dtype=torch.int64, device=bucket.gradient.device)
+    hashes[comm.rank] = hash64(bucket.gradient)
+    comm.all_reduce(hashes)
+    found = ints(hashes)
+    common, _ = Counter(found).most_common(1)[0]
+    odd = [rank for rank, value in enumerate(found) if value != common]
+    if odd:
+        raise GuardViolation(
+            f"step {step}, bucket {bucket.name}: what was applied differs between ranks: "
+            f"rank(s) {', '.join(map(str, odd))} of {comm.size} hold other bits than the rest "
+            f"({', '.join(f'{value & (2**64 - 1):#018x}' for value in found)})"
+        )
+
+
+def _check_law(step: int, bucket: Bucket, given_up: Tensor, comm: Communicator) -> None:
+    mine = _probe(given_up)
+    total = mine.clone()
+    comm.all_reduce(total)
+    applied = _probe(bucket.gradient)
+    gap = (total[0] - comm.size * applied[0]).abs()
+    size = _part_size(bucket.numel)
+    allowed = (comm.size + 2) * (_EPSILON * (total[1] + comm.size * applied[1]) + size * _SMALLEST)
+    worst = int((gap - allowed).argmax().item())
+    if bool(gap[worst] <= allowed[worst]):
+        return
+    shares = torch.zeros(comm.size, dtype=torch.float64, device=mine.device)
+    shares[comm.rank] = mine[0, worst]
+    comm.all_reduce(shares)
+    first, last = worst * size, min(bucket.numel, (worst + 1) * size) - 1
+    raise GuardViolation(
+        f"step {step}, bucket {bucket.name}: the conservation law is broken by {float(gap[worst]):.6g} in elements "
+        f"{first} to {last} (from {bucket.slot_at(first).name} on; allowed {float(allowed[worst]):.2g}): "
+        f"{comm.size} * mean applied = {comm.size * float(applied[0, worst]):.6g}, but the residuals gave up "
+        + ", ".join(f"{float(share):.6g} on rank {rank}" for rank, share in enumerate(shares))
+    )
 
 
 def hash64(tensor: Tensor) -> Tensor:
@@ -95,18 +90,27 @@ def hash64(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
+    for start in range(0, bits.numel(), _BLOCK):
+        part = bits[start : start + _BLOCK].to(torch.int64)
         position = torch.arange(start, start + part.numel(), device=flat.device)
-        total += (part * ((position * -7046029254386353131) | 1)).sum()
+        total += (part * ((position * _SPREAD) | 1)).sum()
     return total
 
 
-def _sums(vector: Tensor) -> _Sums:
+def _part_size(n: int) -> int:
+    return -(-n // _PARTS)
+
+
+def _probe(vector: Tensor) -> Tensor:
+    """For each part, the weighted sum and the mass: (2, parts)."""
     flat = vector.detach().reshape(-1)
-    totals = torch.zeros(3, dtype=torch.float64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].double()
-        weight = torch.arange(start, start + part.numel(), device=flat.device).remainder_(1021).double().div_(1021)
-        totals += torch.stack([part.sum(), (part * weight).sum(), part.abs().sum()])
-    return _Sums(*cast("list[float]", totals.tolist()))
+    size = _part_size(flat.numel())
+    sums = torch.zeros(2, -(-flat.numel() // size), dtype=torch.float64, device=flat.device)
+    rows = max(1, _BLOCK // size)
+    for row in range(0, sums.shape[1], rows):
+        block = flat[row * size : (row + rows) * size].double()
+        block = torch.nn.functional.pad(block, (0, -block.numel() % size))
+        weights = torch.arange(block.numel(), device=flat.device).remainder_(1021).double().div_(1021).add_(1.0)
+        sums[0, row : row + rows] = (block * weights).view(-1, size).sum(1)
+        sums[1, row : row + rows] = block.abs().view(-1, size).sum(1)
+    return sums

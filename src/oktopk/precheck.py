@@ -10,6 +10,8 @@ from torch import Tensor
 from oktopk.comm.base import Communicator
 from oktopk.types import Bucket, Slot, ints
 
+_SAFE = 0.999  # sums are rounded: stay below the largest fp32
+
 
 class NonFiniteGradientError(ArithmeticError):
     """A gradient held NaN or Inf; raised on every rank in the same step."""
@@ -20,7 +22,7 @@ class Verdict:
     """The same on every rank."""
 
     nonfinite: dict[int, str]
-    """rank -> the first of its parameters whose gradient is not finite"""
+    """rank -> the first of its parameters whose gradient is not finite, or so large that the sum would not be"""
     unused: tuple[Slot, ...]
     """parameters without a gradient on any rank"""
 
@@ -30,7 +32,7 @@ def agree(bucket: Bucket, acc: Tensor, comm: Communicator) -> Verdict:
     size, slots = comm.size, bucket.slots
     used = [int(slot.name not in bucket.missing) for slot in slots]
     votes = torch.tensor([0] * size + used, dtype=torch.int64)
-    votes[comm.rank] = _first_bad_slot(bucket, acc)
+    votes[comm.rank] = _first_bad_slot(bucket, acc, size)
     votes = votes.to(acc.device)
     if size > 1:
         comm.all_reduce(votes)
@@ -41,15 +43,11 @@ def agree(bucket: Bucket, acc: Tensor, comm: Communicator) -> Verdict:
     )
 
 
-def first_nonfinite(values: Tensor) -> int | None:
-    """Position of the first NaN or Inf. A finite sum proves that there is none, in one pass without a mask."""
-    if bool(torch.isfinite(values.sum()).item()):
-        return None
-    bad = (~torch.isfinite(values)).nonzero()
-    return int(bad[0].item()) if bad.numel() else None
-
-
-def _first_bad_slot(bucket: Bucket, acc: Tensor) -> int:
-    """Its number counted from 1; 0 for none."""
-    position = first_nonfinite(acc)
-    return 0 if position is None else 1 + bucket.slots.index(bucket.slot_at(position))
+def _first_bad_slot(bucket: Bucket, acc: Tensor, num_ranks: int) -> int:
+    """The first parameter with NaN, Inf, or a value that P of its kind would sum to Inf; counted from 1, 0 for none."""
+    limit = _SAFE * torch.finfo(torch.float32).max / num_ranks
+    lowest, highest = torch.aminmax(acc)  # NaN passes through to both
+    if bool(((lowest >= -limit) & (highest <= limit)).item()):
+        return 0
+    position = int((~(acc.abs() <= limit)).nonzero()[0].item())
+    return 1 + bucket.slots.index(bucket.slot_at(position))

@@ -62,8 +62,9 @@ def _auto(timeout_s: float) -> Communicator:
 
     if is_initialized():
         return _torch(timeout_s)
-    if any(int(os.environ.get(key, "1")) > 1 for key in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
-        return _mpi(timeout_s)
+    for key in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if os.environ.get(key, "1") != "1":
+            return _mpi_of(os.environ[key], key, timeout_s)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but torch.distributed is not initialized: "
@@ -84,6 +85,17 @@ def _mpi(timeout_s: float) -> Communicator:
     except ImportError as error:
         raise ValueError(f"comm='mpi' needs mpi4py and an MPI library: pip install 'oktopk[mpi]' ({error})") from error
     return MpiCommunicator(timeout_s)
+
+
+def _mpi_of(size: str, key: str, timeout_s: float) -> Communicator:
+    """MPI, and everybody in it: a library that does not understand the launcher would see one rank and train alone."""
+    comm = _mpi(timeout_s)
+    if str(comm.size) != size:
+        raise ValueError(
+            f"{key}={size}, but MPI sees {comm.size} rank(s): start with a launcher that this MPI understands "
+            "(such as srun --mpi=pmix), or initialize torch.distributed first"
+        )
+    return comm
 
 
 _COMMUNICATORS: Mapping[str, Callable[[float], Communicator]] = {"auto": _auto, "torch": _torch, "mpi": _mpi}

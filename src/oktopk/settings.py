@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal
 
 from oktopk.comm.base import DEFAULT_TIMEOUT_S
@@ -84,4 +85,4 @@ def check_density(density: float, where: str = "") -> float:
 
 def _is_number(value: object) -> bool:
     """True and False are not numbers a user means; NaN fails the comparisons that follow."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -101,7 +101,8 @@ class Bucket:
     """The gradients of some parameters as one flat tensor, which the reduction overwrites with the mean.
 
     Its identity is its layout (names, offsets, sizes), never a running number: DDP renumbers and rebuilds
-    its buckets after the first step. `missing` names the parameters that had no gradient on this rank.
+    its buckets after the first step. `missing` names the parameters that have no gradient on this rank:
+    whatever stands in their place, they contribute zero.
     """
 
     gradient: Tensor

@@ -6,7 +6,8 @@ Layout, little-endian, `HEADER_BYTES` = 32 then the payload:
     bytes 8-15  length of the vector      bytes 16-23  number of elements      bytes 24-31  checksum
     payload: the indices, then the values
 
-The checksum is the sum of all other 32-bit words, read as signed, in 64 bits: any single flipped bit changes it.
+The checksum is the sum, in 64 bits, of all other 32-bit words (read as signed), the i-th times (i * _SPREAD) | 1: any
+single flipped bit changes it, and so does what was moved.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from oktopk.types import SparseVector, ints
 
 HEADER_BYTES = 32
 VERSION = 1
+_SPREAD = -7046029254386353131
 _MAGIC = int.from_bytes(b"OKTK", "little")
 
 
@@ -143,4 +145,6 @@ def _check_indices(indices: Tensor, length: int) -> None:
 def _checksum(buffer: Tensor) -> Tensor:
     """Of all words but the checksum's own; every part is a whole number of 32-bit words."""
     words = buffer.clone().view(torch.int32)  # a clone is aligned, wherever the buffer came from
-    return words.sum(dtype=torch.int64) - words[6:8].sum(dtype=torch.int64)
+    words[6:8] = 0
+    weights = torch.arange(words.numel(), device=buffer.device).mul_(_SPREAD).bitwise_or_(1)
+    return (words * weights).sum()

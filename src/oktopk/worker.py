@@ -18,6 +18,7 @@ class Ticket:
         self._on_error = on_error
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._device = torch.cuda.current_device() if _cuda_in_use() else None
         self._input_ready: Any = _cuda_event()
         self._output_ready: Any = None
 
@@ -30,10 +31,14 @@ class Ticket:
             self._output_ready.wait()
 
     def run(self) -> None:
-        if self._input_ready is not None:
-            self._input_ready.wait()
-        self._job()
-        self._output_ready = _cuda_event()
+        """On the submitter's device, on a stream of this thread's own."""
+        if self._device is None:
+            self._job()
+        else:
+            with torch.cuda.device(self._device), torch.cuda.stream(_own_stream(self._device)):
+                self._input_ready.wait()
+                self._job()
+                self._output_ready = _cuda_event()
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
@@ -52,28 +57,24 @@ class ReductionWorker:
         self._thread.start()
 
     def submit(self, job: Callable[[], None], on_error: Callable[[BaseException], None] | None = None) -> Ticket:
+        if not self._thread.is_alive():
+            raise RuntimeError("reductions were stopped: nothing can be reduced any more")
         ticket = Ticket(job, on_error)
         self._jobs.put(ticket)
         return ticket
 
     def stop(self) -> None:
-        """Finish what was handed in, then end the thread."""
+        """Finish what was handed in, then end the thread. Harmless when repeated."""
         self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         failure: BaseException | None = None
-        stream = None
         while (ticket := self._jobs.get()) is not None:
             try:
                 if failure is not None:
                     raise failure
-                if torch.cuda.is_available() and torch.cuda.is_initialized():
-                    stream = stream or torch.cuda.Stream()
-                    with torch.cuda.stream(stream):
-                        ticket.run()
-                else:
-                    ticket.run()
+                ticket.run()
             except BaseException as error:
                 failure = error
                 ticket.fail(error)
@@ -81,6 +82,19 @@ class ReductionWorker:
 
 def _cuda_event() -> Any:
     """A mark on the current stream; None where CUDA is not in use."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    return torch.cuda.current_stream().record_event()
+    return torch.cuda.current_stream().record_event() if _cuda_in_use() else None
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+_streams = threading.local()
+
+
+def _own_stream(device: int) -> Any:
+    """This thread's stream on that device."""
+    key = f"device{device}"
+    if not hasattr(_streams, key):
+        setattr(_streams, key, torch.cuda.Stream(device))
+    return getattr(_streams, key)

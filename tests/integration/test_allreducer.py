@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import oktopk
-from oktopk import AllReducer, Bucket, GuardViolation, NonFiniteGradientError, Reduction, SparseVector
+from oktopk import AllReducer, Bucket, GuardViolation, NonFiniteGradientError, Reduction, SparseVector, wire
 from oktopk.comm import CommunicationError, InjectedFault, World, simulate
 from oktopk.comm.base import Communicator
 from oktopk.reduce import ReducerSettings
@@ -186,13 +186,21 @@ def misplace(r: Reduction, _: int) -> Reduction:
     return Reduction(SparseVector(indices, r.mean.values, N), r.contribution, r.local_count, r.global_count)
 
 
-def flip_bit(r: Reduction, rank: int) -> Reduction:
-    """The lowest bit of one value, on rank 2 alone."""
+def flip_low_bit(r: Reduction, rank: int) -> Reduction:
+    return flip_bit(r, rank, 0)
+
+
+def flip_high_bit(r: Reduction, rank: int) -> Reduction:
+    return flip_bit(r, rank, 29)
+
+
+def flip_bit(r: Reduction, rank: int, bit: int) -> Reduction:
+    """Of one value, on rank 2 alone."""
     if rank != 2:
         return r
     assert isinstance(r.mean, SparseVector)
     bits = r.mean.values.clone().view(torch.int32)
-    bits[0] ^= 1
+    bits[0] ^= 1 << bit
     return Reduction(
         SparseVector(r.mean.indices, bits.view(torch.float32), N), r.contribution, r.local_count, r.global_count
     )
@@ -217,16 +225,30 @@ def test_guards_are_off_by_default() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_pair, r"step 2, bucket a\.\.c: the conservation law is broken by .* rank 3:"),
-        (apply_twice, r"step 2, bucket a\.\.c: the conservation law is broken by .* rank 3:"),
-        (misplace, r"step 2, bucket a\.\.c: the conservation law is broken by .* in the position-weighted sum"),
-        (flip_bit, r"step 2, bucket a\.\.c: what was applied differs between ranks: rank\(s\) 2 of 4"),
+        (drop_pair, r"step 2, bucket a\.\.c: the conservation law is broken by .* on rank 3"),
+        (apply_twice, r"step 2, bucket a\.\.c: the conservation law is broken by .* on rank 3"),
+        (misplace, r"step 2, bucket a\.\.c: the conservation law is broken by .* on rank 3"),
+        (flip_low_bit, r"step 2, bucket a\.\.c: what was applied differs between ranks: rank\(s\) 2 of 4"),
+        (flip_high_bit, r"step 2, bucket a\.\.c: what was applied differs between ranks: rank\(s\) 2 of 4"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_guards_fire(change: Callable[[Reduction, int], Reduction], message: str) -> None:
     with pytest.raises(GuardViolation, match=message):
         run_guarded(change)
+
+
+@pytest.mark.parametrize("change", [drop_pair, apply_twice])
+def test_guards_see_one_ordinary_pair_among_many(change: Callable[[Reduction, int], Reduction]) -> None:
+    """20,000 pairs on each of 16 ranks, and the first of them goes wrong."""
+    slots = Bucket.layout([("w", 200_000)])
+
+    def run(comm: Communicator) -> None:
+        allreducer = AllReducer(tampered(change), comm=comm, guard_every=1, warmup_steps=0, density=0.1)
+        allreducer.reduce(Bucket(gradients.make("heavy", 200_000, comm.rank, 0, 1), slots))
+
+    with pytest.raises(GuardViolation, match=r"elements 0 to 195 \(from w on"):
+        simulate(16, run)
 
 
 def test_guards_look_only_at_every_nth_step() -> None:
@@ -268,7 +290,8 @@ def test_nonfinite_raises_on_all_ranks(name: str, value: float) -> None:
         return str(caught.value), before["feedback"], allreducer.state_dict()["feedback"]
 
     for message, before, after in simulate(3, run):
-        assert message.startswith("step 3, bucket a..c: NaN or Inf in the gradient of 'b' on rank 1")
+        assert message.startswith("step 3, bucket a..c: NaN, Inf or a value too large to sum in the gradient of")
+        assert "'b' on rank 1" in message
         for name_, residual in before["residual"].items():
             assert torch.equal(residual, after["residual"][name_])
 
@@ -302,16 +325,40 @@ def test_skip_leaves_the_step_out_and_counts_it(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_a_sum_that_overflows_is_refused_and_does_not_enter_the_residual() -> None:
+class NothingButFinite:
+    """Passes everything on, and looks at what leaves: a communicator for one test."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    def __getattr__(self, name: str) -> Any:
+        def checked(*arguments: Any) -> Any:
+            for buffer in arguments[0] if isinstance(arguments[0], list) else arguments[:1]:
+                if isinstance(buffer, Tensor) and buffer.dtype == torch.uint8 and buffer.numel():
+                    assert bool(torch.isfinite(wire.decode(buffer, 10).values).all()), "Inf or NaN left on the wire"
+            return getattr(self._inner, name)(*arguments)
+
+        return checked
+
+
+@pytest.mark.parametrize("name", [name for name in REDUCERS if name != "gaussiank"])  # sends halves that do not decode
+def test_values_whose_sum_would_overflow_are_refused_before_anything_is_sent(name: str) -> None:
+    """Finite on every rank, but +3e38 twice is Inf, and with -3e38 twice it would become NaN in a tree of sums."""
+
     def run(comm: Communicator) -> str:
-        allreducer = AllReducer("oktopk", comm=comm, **(QUICK | {"warmup_steps": 0}))
-        huge = Bucket(torch.full((N,), 3e38), SLOTS)
+        allreducer = AllReducer(name, comm=NothingButFinite(comm), **(QUICK | {"warmup_steps": 0}))
+        huge = Bucket(torch.zeros(10), Bucket.layout([("a", 4), ("b", 6)]))
+        huge.gradient[3] = 3e38 if comm.rank < 2 else -3e38
         with pytest.raises(NonFiniteGradientError) as caught:
             allreducer.reduce(huge)
         assert allreducer.state_dict()["feedback"]["residual"] == {}
+        fine = Bucket(torch.full((10,), 8e37), Bucket.layout([("a", 4), ("b", 6)]))
+        allreducer.reduce(fine)
+        assert bool(torch.isfinite(fine.gradient).all())
         return str(caught.value)
 
-    assert all("overflows fp32" in message for message in simulate(2, run))
+    assert all("'a' on rank 0, 'a' on rank 1" in message for message in simulate(4, run))
 
 
 # --- failures
@@ -367,6 +414,29 @@ def test_one_warning_without_a_trainer_and_none_with(caplog: pytest.LogCaptureFi
         run_steps(allreducer, 0, range(4))
     assert [r.levelname for r in caplog.records if "first metric tracked" in r.message] == ["DEBUG"]
     assert "no trainer" not in caplog.text
+
+
+def test_skipped_steps_are_told_as_skipped_and_not_collected() -> None:
+    """In warm-up as in the sparse phase, and for the buckets that were fine before the bad one came."""
+    trainer, told = FakeTrainer(), []
+    allreducer = AllReducer("oktopk", trainer=trainer, nonfinite="skip", **(QUICK | {"warmup_steps": 1}))
+    allreducer.add_listener(told.append)
+    for step in range(2):
+        allreducer.reduce(Bucket(gradients.make("heavy", 80, 0, step, 4), Bucket.layout([("d", 80)])))
+        allreducer.reduce(poisoned(0, step, float("nan"), 5))
+        allreducer.end_step()
+    assert [(stats.phase, stats.skipped) for stats in told] == [("dense", True)] * 2 + [("sparse", True)] * 2
+    assert trainer.sparsities == []
+
+
+def test_traffic_of_others_is_not_counted_as_ours() -> None:
+    def run(comm: Communicator) -> list[int]:
+        allreducer = AllReducer("dense", comm=comm, **QUICK)
+        allreducer.comm.broadcast(torch.zeros(1000), 0)
+        return [allreducer.reduce(bucket(comm.rank, step)).bytes_sent for step in range(2)]
+
+    for first, second in simulate(2, run):
+        assert first == second
 
 
 def test_counted_bytes_are_those_of_the_exchange() -> None:

@@ -493,3 +493,134 @@ def test_nonfinite_policies(policy: str) -> None:
         else:
             assert error is None
             assert skipped == 1
+
+
+# --- misuse is noticed
+
+
+def test_gradients_changed_while_they_are_reduced_are_noticed() -> None:
+    model = Net()
+    opt = wrap(model, **SPARSE)
+    loss_of(model, 0, 0).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"was changed while it was being reduced: call synchronize\(\)"):
+        opt.step()
+    opt.stop()
+
+
+def test_gradients_may_be_changed_after_synchronize() -> None:
+    def run(comm: Communicator) -> float:
+        model = Net()
+        opt = wrap(model, comm, **SPARSE)
+        loss_of(model, comm.rank, 0).backward()
+        opt.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        opt.step()
+        opt.stop()
+        return float((flat_parameters(model) - flat_parameters(Net())).norm())
+
+    assert all(moved < 1e-3 for moved in simulate(2, run))
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_clip": 100.0}], ids=["plain", "clipped"])
+def test_synchronize_without_step_does_not_let_replicas_diverge(settings: dict[str, Any]) -> None:
+    def run(comm: Communicator) -> torch.Tensor:
+        model = Net()
+        opt = wrap(model, comm, **SPARSE, **settings)
+        loss_of(model, comm.rank, 0).backward()
+        opt.synchronize()
+        opt.zero_grad()
+        loss_of(model, comm.rank, 1).backward()
+        opt.step()
+        opt.stop()
+        return flat_parameters(model)
+
+    results = simulate(2, run)
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_clip": 100.0}], ids=["plain", "clipped"])
+def test_backward_after_synchronize_is_refused(settings: dict[str, Any]) -> None:
+    model = Net()
+    opt = wrap(model, **SPARSE, **settings)
+    loss_of(model, 0, 0).backward()
+    opt.synchronize()
+    with pytest.raises(RuntimeError, match=r"a second backward\(\)"):
+        loss_of(model, 0, 1).backward()
+    opt.stop()
+
+
+def test_a_parameter_unfrozen_after_wrapping_is_refused() -> None:
+    model = Net()
+    model.hidden.requires_grad_(False)
+    opt = wrap(model, **SPARSE)
+    model.hidden.requires_grad_(True)
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match="unfreeze parameters first, then wrap"):
+        opt.step()
+    opt.stop()
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 1e25), (torch.float16, 5000.0)], ids=str)
+def test_norm_clip_holds_where_the_norm_overflows_the_dtype(dtype: torch.dtype, value: float) -> None:
+    model = nn.Linear(1000, 1, bias=False).to(dtype)
+    opt = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), "dense", norm_clip=1.0
+    )
+    model.weight.grad = torch.full_like(model.weight, value)
+    opt.synchronize()
+    assert float(model.weight.grad.double().norm()) == pytest.approx(1.0, rel=1e-2)
+    opt.stop()
+
+
+def test_after_stop_nothing_hangs() -> None:
+    model = Net()
+    opt = wrap(model, **SPARSE)
+    opt.stop()
+    opt.stop()
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match="reductions were stopped"):
+        opt.step()
+
+
+def test_grad_scaler_lbfgs_and_sparse_gradients_are_refused() -> None:
+    model = Net()
+    opt = wrap(model, **SPARSE)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0, 0)).backward()
+    opt.synchronize()
+    with pytest.raises(RuntimeError, match="GradScaler does not work"):
+        scaler.step(opt)
+    opt.stop()
+    with pytest.raises(ValueError, match="LBFGS evaluates its closure several times"):
+        DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model.named_parameters())
+    embedding = nn.Embedding(10, 4, sparse=True)
+    opt = DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding.named_parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"'weight' has a gradient of torch.sparse_coo"):
+        opt.step()
+    opt.stop()
+
+
+def test_auto_does_not_train_alone_where_srun_started_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ValueError, match=r"SLURM_STEP_NUM_TASKS=4, but MPI sees 1 rank"):
+        oktopk.AllReducer("oktopk")
+
+
+def stop_after_a_timeout(sleeper: int) -> str:
+    """The one that waited gives up and stops; the sleeper comes late and finds nobody."""
+    comm = make_communicator("mpi", 1.0)
+    if comm.rank == sleeper:
+        time.sleep(3.0)
+    try:
+        comm.all_reduce(torch.zeros(1000))
+    except CommunicationError as error:
+        comm.close()
+        time.sleep(4.0)
+        return str(error)
+    return "no error"
+
+
+def test_closing_after_a_timeout_over_mpi_does_not_crash() -> None:
+    assert run_mpi(2, stop_after_a_timeout, 1)[0].startswith("rank 0 of 2: all_reduce failed (timeout 1 s)")

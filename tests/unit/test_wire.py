@@ -83,8 +83,10 @@ def sealed(
     """A buffer made by hand from the module's description, with a checksum that is right."""
     head = magic + bytes([version, index, value, reserved])
     head += length.to_bytes(8, "little", signed=True) + count.to_bytes(8, "little", signed=True)
-    whole_words = (head + payload)[: len(head + payload) // 4 * 4]
-    checksum = int(np.frombuffer(whole_words, dtype="<i4").sum(dtype=np.int64))
+    whole_words = (head + bytes(8) + payload)[: (len(head) + 8 + len(payload)) // 4 * 4]
+    words = [int(word) for word in np.frombuffer(whole_words, dtype="<i4")]
+    total = sum(word * ((position * -7046029254386353131) | 1) for position, word in enumerate(words))
+    checksum = (total + 2**63) % 2**64 - 2**63
     return to_buffer(head + checksum.to_bytes(8, "little", signed=True) + payload)
 
 
@@ -292,6 +294,14 @@ def test_random_bytes_behind_a_right_start_are_refused(raw: bytes, length: int) 
 EXTREME = st.one_of(
     st.integers(-3, 12), st.sampled_from([2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**31), -(2**63)])
 )
+
+
+def test_values_that_changed_places_are_noticed() -> None:
+    buffer = encode(SparseVector(torch.tensor([1, 5, 9]), torch.tensor([1.0, 2.0, 3.0]), 10))
+    words = buffer.view(torch.int32)
+    words[[11, 12]] = words[[12, 11]]
+    with pytest.raises(WireError, match="checksum"):
+        decode(buffer, 10)
 
 
 @LAW

@@ -61,6 +61,11 @@ class Communicator(Protocol):
         ...
 
 
+def check_buffer(buffer: Tensor) -> None:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
+        raise ValueError(f"expected a flat uint8 buffer, got {buffer.dtype} of shape {tuple(buffer.shape)}")
+
+
 def all_gather_int(comm: Communicator, value: int, device: torch.device) -> list[int]:
     """Everyone's integer, by rank, in one small all_reduce."""
     mine = torch.zeros(comm.size, dtype=torch.int64, device=device)

@@ -29,6 +29,7 @@ class MpiCommunicator(PairwiseExchange):
         self._comm: Any = MPI.COMM_WORLD.Dup()
         self.rank = int(self._comm.Get_rank())
         self.size = int(self._comm.Get_size())
+        self._abandoned: list[Any] = []
 
     def all_reduce(self, tensor: Tensor) -> None:
         host = tensor.detach().cpu().contiguous()
@@ -45,7 +46,7 @@ class MpiCommunicator(PairwiseExchange):
         self._wait("barrier", [self._comm.Ibarrier()])
 
     def close(self) -> None:
-        if self._comm is not None:
+        if self._comm is not None and not self._abandoned:  # MPI may still write for a request that timed out
             self._comm.Free()
         self._comm = None
 
@@ -67,6 +68,7 @@ class MpiCommunicator(PairwiseExchange):
             if spins > _SPINS:
                 time.sleep(_NAP_S)
             if time.monotonic() > deadline:
+                self._abandoned += requests
                 whom = f" with ranks {peers}" if peers else ""
                 raise CommunicationError(
                     f"rank {self.rank} of {self.size}: {operation}{whom} failed (timeout {self._timeout_s:g} s): "

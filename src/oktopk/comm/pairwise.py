@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from oktopk.comm.base import check_buffer
+
 LENGTH_BYTES = 8
 Messages = Sequence[tuple[int, Tensor]]  # (peer, buffer)
 
@@ -71,8 +73,7 @@ class PairwiseExchange(ABC):
 
 
 def _length_of(buffer: Tensor) -> Tensor:
-    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
-        raise ValueError(f"expected a flat uint8 buffer, got {buffer.dtype} of shape {tuple(buffer.shape)}")
+    check_buffer(buffer)
     return torch.tensor([buffer.numel()], dtype=torch.int64, device=buffer.device).view(torch.uint8)
 
 

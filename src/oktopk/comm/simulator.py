@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from oktopk.comm.base import CommunicationError
+from oktopk.comm.base import CommunicationError, check_buffer
 
 T = TypeVar("T")
 SIMULATION_TIMEOUT_S = 60.0
+OPERATIONS = ("all_reduce", "all_gather_v", "all_to_all_v", "send", "recv", "broadcast", "barrier")
 _BATON_PATIENCE_S = 2.0
 
 
@@ -48,12 +49,16 @@ class _Baton:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: int | None = None
+        self._times_passed = 0
         self._dissolved = False
 
     def take(self) -> None:
         if self._dissolved:
             return
-        taken = self._lock.acquire(timeout=_BATON_PATIENCE_S)
+        taken, seen = False, -1
+        while not taken and seen != self._times_passed:  # as long as others pass it on, it will come
+            seen = self._times_passed
+            taken = self._lock.acquire(timeout=_BATON_PATIENCE_S)
         if taken and not self._dissolved:
             self._holder = threading.get_ident()
             return
@@ -66,6 +71,7 @@ class _Baton:
             return
         if self._holder != threading.get_ident():
             self._dissolved = True
+        self._times_passed += 1
         if self._holder is not None:
             self._holder = None
             self._lock.release()
@@ -88,6 +94,8 @@ class World:
 
     def fail_at(self, rank: int, operation: str, call: int = 1) -> World:
         """Raise InjectedFault on `rank` at its `call`-th call of `operation`. Returns the world, for chaining."""
+        if operation not in OPERATIONS:
+            raise ValueError(f"operation={operation!r}: unknown; known: {', '.join(OPERATIONS)}")
         self._faults.append(_Fault(rank, operation, call))
         return self
 
@@ -155,17 +163,21 @@ class SimulatedCommunicator:
         tensor.copy_(self._collective("all_reduce", tensor.detach().clone(), _sum_for_all))
 
     def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
+        check_buffer(buffer)
         gathered = self._collective("all_gather_v", buffer.clone(), lambda values: [values] * self.size)
         return [piece.clone() for piece in gathered]
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         if len(buffers) != self.size:
             raise ValueError(f"all_to_all_v needs one buffer for each of {self.size} ranks, got {len(buffers)}")
+        for buffer in buffers:
+            check_buffer(buffer)
         copies = [buffer.clone() for buffer in buffers]
         column: list[Tensor] = self._collective("all_to_all_v", copies, _transpose)
         return column
 
     def send(self, buffer: Tensor, peer: int) -> None:
+        check_buffer(buffer)
         self._count("send")
         self._world.post(self.rank, peer, buffer.clone())
 
@@ -206,6 +218,8 @@ def simulate(num_ranks: int, fn: Callable[[SimulatedCommunicator], T], world: Wo
     A rank that fails breaks off the others at once; ranks that stop taking part run into the world's timeout.
     """
     shared = world or World(num_ranks)
+    if shared.size != num_ranks:
+        raise ValueError(f"num_ranks={num_ranks}: but the world has {shared.size}")
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 

@@ -28,17 +28,25 @@ def initialize(backend: str, rank: int, size: int, timeout_s: float) -> None:
 class TorchDistCommunicator(PairwiseExchange):
     """Makes a process group of its own (a collective call), so that nobody else's collectives get in between.
 
-    With NCCL tensors stay on the GPU; with Gloo, CUDA tensors pass through host memory.
+    Of the same ranks as `parent`, or of all of them. With NCCL tensors stay on the GPU; with Gloo, CUDA tensors pass
+    through host memory.
     """
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, parent: dist.ProcessGroup | None = None) -> None:
         if not is_initialized():
             raise ValueError("torch.distributed is not initialized: call init_process_group() first, or use torchrun")
         self._timeout_s = timeout_s
-        self._group = cast("dist.ProcessGroup", dist.new_group(timeout=timedelta(seconds=timeout_s)))
+        members = dist.get_process_group_ranks(parent)
+        # Ranks outside a part of the world do not call this, so its members meet on their own.
+        self._is_part = len(members) < dist.get_world_size()
+        self._group = cast(
+            "dist.ProcessGroup",
+            dist.new_group(members, timeout=timedelta(seconds=timeout_s), use_local_synchronization=self._is_part),
+        )
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
-        self._on_host = dist.get_backend(self._group) != "nccl"
+        backends = f"{dist.get_backend(self._group)},{dist.get_backend_config(self._group)}"
+        self._on_host = "nccl" not in backends
 
     def all_reduce(self, tensor: Tensor) -> None:
         with self._named("all_reduce"), self._reachable(tensor) as staged:
@@ -46,22 +54,25 @@ class TorchDistCommunicator(PairwiseExchange):
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         with self._named("broadcast"), self._reachable(tensor) as staged:
-            dist.broadcast(staged, src=root, group=self._group)
+            dist.broadcast(staged, group_src=root, group=self._group)
 
     def barrier(self) -> None:
         with self._named("barrier"):
             dist.barrier(group=self._group)
 
     def close(self) -> None:
-        if self.size and is_initialized():
+        # A part's group keeps its name for as long as torch is initialized: under the same name a new one would find
+        # the old one's addresses.
+        if self.size and is_initialized() and not self._is_part:
             dist.destroy_process_group(self._group)
         self.size = 0
 
     def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
         staged = [(peer, target, self._stage(target, copy=False)) for peer, target in receives]
-        operations = [dist.P2POp(dist.irecv, buffer, peer, group=self._group) for peer, _, buffer in staged]
+        operations = [dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer) for peer, _, buffer in staged]
         operations += [
-            dist.P2POp(dist.isend, self._stage(buffer, copy=True), peer, group=self._group) for peer, buffer in sends
+            dist.P2POp(dist.isend, self._stage(buffer, copy=True), group=self._group, group_peer=peer)
+            for peer, buffer in sends
         ]
         if not operations:
             return

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
+from oktopk.reduce.base import Stateless
 from oktopk.select.base import Selector
 from oktopk.types import SparseVector
 
@@ -23,27 +24,35 @@ class Choice(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class _StatelessChoice:
-    def __init__(self, selector: Selector) -> None:
-        self._selector = selector
+class ChoosingReducer:
+    """For reducers whose only memory is that of their choice."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return self._choice.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        del state
+        self._choice.load_state_dict(state)
 
 
-class ExactTopK(_StatelessChoice):
+class ExactTopK(Stateless):
     """Exactly the k largest."""
+
+    def __init__(self, selector: Selector) -> None:
+        self._selector = selector
 
     def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
         chosen = self._selector.top_k(acc, k)
         return chosen, smallest_magnitude(chosen)
 
 
-class NormalFit(_StatelessChoice):
+class NormalFit(Stateless):
     """About k, by fitting a normal distribution."""
+
+    def __init__(self, selector: Selector) -> None:
+        self._selector = selector
 
     def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
         threshold = self._selector.normal_threshold(acc, k)
@@ -72,7 +81,7 @@ class ReusedThreshold:
             if len(candidates) > k:
                 candidates = candidates.where(self._selector.top_k(candidates.values, k).indices)
                 self._threshold = smallest_magnitude(candidates)
-            if enough(len(candidates), k):
+            if 4 * len(candidates) >= 3 * k:
                 return candidates, self._threshold
         chosen, self._threshold = self._exact.choose(acc, k)
         return chosen, self._threshold
@@ -82,10 +91,6 @@ class ReusedThreshold:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps, self._threshold = int(state["steps"]), float(state["threshold"])
-
-
-def enough(count: int, k: int) -> bool:
-    return 4 * count >= 3 * k
 
 
 def smallest_magnitude(vector: SparseVector) -> float:

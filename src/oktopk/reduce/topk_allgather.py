@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
 from oktopk.reduce.base import ReducerSettings, Stateless
 from oktopk.reduce.exchange import gather, gather_in_two_messages, mean_of
-from oktopk.reduce.threshold import Choice, ExactTopK, NormalFit, ReusedThreshold, smallest_magnitude
+from oktopk.reduce.threshold import Choice, ChoosingReducer, ExactTopK, NormalFit, ReusedThreshold, smallest_magnitude
 from oktopk.types import Reduction, SparseVector
 
 Gather = Callable[[SparseVector, Communicator], list[SparseVector]]
 
 
-class AllGather:
+class AllGather(ChoosingReducer):
     """Sends about 2k(P-1) elements. All that was chosen is applied."""
 
     def __init__(self, choice: Choice, gather: Gather = gather) -> None:
-        self._choice = choice
+        super().__init__(choice)
         self._gather = gather
 
     def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
@@ -33,12 +32,6 @@ class AllGather:
             global_count=len(total),
             local_threshold=threshold,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._choice.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._choice.load_state_dict(state)
 
 
 class TopkA2(Stateless):

@@ -6,20 +6,17 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.reduce.base import ReducerSettings, Stateless
+from oktopk.reduce.base import ReducerSettings
 from oktopk.reduce.exchange import gather, join, mean_of, reduce_regions
 from oktopk.reduce.regions import equal_boundaries
-from oktopk.reduce.threshold import Choice, ExactTopK, NormalFit
+from oktopk.reduce.threshold import ChoosingReducer, ExactTopK, NormalFit
 from oktopk.types import Reduction, SparseVector
 
 _PAIR_BYTES, _VALUE_BYTES = 8, 4
 
 
-class SplitAllGather(Stateless):
+class SplitAllGather(ChoosingReducer):
     """Sends between 4k(P-1)/P and (2k+n)(P-1)/P elements. All that was chosen is applied."""
-
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
 
     def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
         chosen, threshold = self._choice.choose(acc, k)

@@ -14,17 +14,16 @@ from oktopk.comm.torchdist import initialize
 from oktopk.registry import make_communicator
 from oktopk.train.config import ConfigError, TrainConfig
 
-Starter = str  # "torchrun", "mpirun", "srun" or "nobody"
-
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that were started together."""
+    """This process among those that were started together; `starter` is "nobody" for one that is alone."""
 
-    starter: Starter
+    starter: str
     rank: int
     size: int
     local_rank: int
+    local_size: int
 
 
 @dataclass(frozen=True)
@@ -40,53 +39,93 @@ class Member:
         return self.place.rank == 0
 
 
-_STARTERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "mpirun (PMI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+# starter -> where it says rank, size, rank on this machine, size on this machine; the first that is there counts
+_VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "torchrun": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "mpirun": (
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "srun": (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), ("SLURM_NTASKS_PER_NODE",)),
+    "mpiexec": (
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MPI_LOCALRANKID"),
+        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    ),
 }
 
 
 def find_place() -> Place:
-    """From the environment that torchrun, mpirun or srun left; srun counts only inside a job step."""
-    for starter, (rank, size, local) in _STARTERS.items():
-        if starter == "srun" and "SLURM_STEP_ID" not in os.environ:
-            continue
-        if rank in os.environ and size in os.environ:
-            number = int(os.environ[rank])
-            return Place(starter, number, int(os.environ[size]), int(os.environ.get(local, number)))
-    return Place("nobody", 0, 1, 0)
+    """From the environment that torchrun, mpirun, srun or mpiexec left."""
+    for starter, (rank, size, local_rank, local_size) in _VARIABLES.items():
+        number, total = _first(rank), _first(size)
+        if number is not None and total is not None:
+            on_this_machine = _first(local_rank), _first(local_size)
+            return Place(
+                starter,
+                number,
+                total,
+                number if on_this_machine[0] is None else on_this_machine[0],
+                total if on_this_machine[1] is None else on_this_machine[1],
+            )
+    return Place("nobody", 0, 1, 0, 1)
 
 
 def join(config: TrainConfig, place: Place) -> Member:
     """Meet the others."""
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if cuda and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': no CUDA device here; use --device cpu")
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    kind = config.comm
-    if kind == "nccl" and not cuda:
+    device = _device(config, place)
+    kind = config.comm if config.comm != "auto" else _best_comm(device, place)
+    if kind == "nccl" and device.type != "cuda":
         raise ConfigError("comm='nccl': needs CUDA devices; use --comm gloo")
-    if kind == "auto":
-        alone_on_gpu = cuda and int(os.environ.get("LOCAL_WORLD_SIZE", place.size)) <= torch.cuda.device_count()
-        kind = "mpi" if place.starter.startswith("mpirun") else "nccl" if alone_on_gpu else "gloo"
-    if place.size == 1 and kind != "mpi":
+    if kind == "mpi":
+        return Member(place, make_communicator("mpi", config.timeout_s), device)
+    if place.size == 1:
         return Member(place, make_communicator("auto", config.timeout_s), device)
-    if kind != "mpi":
-        if place.starter != "torchrun":
-            os.environ.setdefault("MASTER_ADDR", _first_host() if place.starter == "srun" else "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 20000))
-        initialize(kind, place.rank, place.size, config.timeout_s)
-        return Member(place, make_communicator("torch", config.timeout_s), device)
-    return Member(place, make_communicator("mpi", config.timeout_s), device)
+    os.environ.setdefault("MASTER_ADDR", _meeting_host(place))
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 20000))
+    initialize(kind, place.rank, place.size, config.timeout_s)
+    return Member(place, make_communicator("torch", config.timeout_s), device)
 
 
-def _first_host() -> str:
+def _device(config: TrainConfig, place: Place) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device='cuda': no CUDA device here; use --device cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _best_comm(device: torch.device, place: Place) -> str:
+    """NCCL wants a GPU for each rank; ranks that share one meet over Gloo."""
+    if place.starter in ("mpirun", "mpiexec"):
+        return "mpi"
+    return "nccl" if device.type == "cuda" and place.local_size <= torch.cuda.device_count() else "gloo"
+
+
+def _meeting_host(place: Place) -> str:
+    if place.local_size == place.size:
+        return "127.0.0.1"
+    if place.starter == "srun":
+        return first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
+    raise ConfigError(
+        f"comm: {place.starter} started {place.size} workers on several machines; set MASTER_ADDR to the address of "
+        "the first, or use --comm mpi"
+    )
+
+
+def first_host(nodes: str) -> str:
     """Of SLURM's node list, such as gpu[003-006,009] or a,b."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
     found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    assert found is not None
-    return found[1] + (found[2] or "")
+    return found[1] + (found[2] or "") if found else socket.gethostname()
+
+
+def _first(names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None

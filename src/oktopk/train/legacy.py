@@ -39,15 +39,16 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
             f"sigma-scale={options.sigma_scale!r}: only the default 2.5 is accepted, and it has no effect: gaussiank "
             "takes its threshold from the density"
         )
+    compressor = options.compressor if options.compression else "dense"
     values: dict[str, Any] = {
-        "name": f"{options.dnn}-n{options.nworkers}-bs{options.batch_size}-{options.compressor}",
+        "name": f"{options.dnn}-n{options.nworkers}-bs{options.batch_size}-{compressor}",
         "data_dir": options.data_dir,
         "workers": options.nworkers,
         "batch_size": options.batch_size,
         "lr": options.lr,
         "epochs": options.max_epochs,
         "nsteps_update": options.nsteps_update,
-        "compressor": options.compressor if options.compression else "dense",
+        "compressor": compressor,
         "density": options.density,
         "pretrain": options.pretrain or "",
     }

@@ -33,14 +33,13 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
         return start_local_workers(config.workers, arguments)
     if place.starter != "nobody" and config.workers not in (1, place.size):
         raise ConfigError(f"workers={config.workers}: but {place.starter} started {place.size}; leave one of them out")
-    # several workers on one machine share its cores
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", place.size)))))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // place.local_size))  # workers on one machine share its cores
     member = join(config, place)
     try:
         _train(config, member)
     except _FAILURES as error:
         print(f"oktopk: worker {place.rank}: {error}", file=sys.stderr, flush=True)
-        logger.error("%s", error)
         # not sys.exit: a worker that waits for the others at exit would make them wait too
         if place.size > 1:
             os._exit(2)
@@ -51,14 +50,17 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
 def _train(config: TrainConfig, member: Member) -> None:
     if not config.resume:
         config = replace(config, name=_free_name(config, member))
-    config.run_folder.mkdir(parents=True, exist_ok=True)
+    workload = build_workload(config, member)
     handler = open_rank_log(config.run_folder, member.place.rank)
     try:
         display = Terminal(config.quiet) if member.is_first else Silent()
-        trainer = Trainer(config, member, build_workload(config, member), display)
+        trainer = Trainer(config, member, workload, display)
         record = trainer.run()
         display.summary(trainer, record)
         member.comm.barrier()
+    except _FAILURES as error:
+        logger.error("%s", error)
+        raise
     finally:
         logger.removeHandler(handler)
         handler.close()

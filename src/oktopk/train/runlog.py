@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from oktopk.train.checkpoint import write_text_atomically
 from oktopk.types import StepStats
 
+logger = logging.getLogger("oktopk")
 EPOCH_COLUMNS = (
     "epoch", "steps", "loss", "val_loss", "wer", "cer", "lr", "sparsity", "compression_ratio", "communication_size",
     "bytes_sent", "io_s", "forward_s", "backward_s", "communication_s", "wait_s", "samples_per_s", "memory_mb",
@@ -44,8 +45,6 @@ class FolderLog:
     """metrics.jsonl, epochs.csv and TensorBoard events of the first worker. On resume, later entries are cut off."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], first_step: int, first_epoch: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         write_text_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
         self._metrics_path, self._epochs_path = folder / "metrics.jsonl", folder / "epochs.csv"
         _cut_off_steps(self._metrics_path, first_step)
@@ -55,7 +54,7 @@ class FolderLog:
         self._epochs.writeheader()
         self._epochs.writerows(rows)
         self._metrics = self._metrics_path.open("a")
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
+        self._events = _event_writer(folder / "tensorboard", first_step)
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
@@ -106,10 +105,29 @@ def open_rank_log(folder: Path, rank: int) -> logging.Handler:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "logs" / f"rank_{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("oktopk")
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     return handler
+
+
+class _NoEvents:
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        del tag, value, step
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _event_writer(folder: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning("TensorBoard is not installed: no event files are written (pip install 'oktopk[train]')")
+        return _NoEvents()
+    return SummaryWriter(str(folder), purge_step=first_step or None)
 
 
 def _cut_off_steps(path: Path, first_step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -111,8 +112,11 @@ class Terminal:
 def summary_rows(folder: Path, size: int, record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """From what was logged: final figures, bytes against dense, seconds by stage in each phase."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with (folder / "epochs.csv").open(newline="") as file:
+        first = next(csv.DictReader(file))["loss"]
+    started = first if first == "n/a" else _figure(float(first))
     rows = [
-        ("training loss, first and last epoch", f"{_epoch_loss(steps, first=True)} → {_figure(record.get('loss'))}"),
+        ("training loss, first and last epoch", f"{started} → {_figure(record.get('loss'))}"),
         ("held-out loss", _figure(record.get("val_loss"))),
         ("WER", _figure(record.get("wer"))),
         ("CER", _figure(record.get("cer"))),
@@ -142,11 +146,6 @@ def summary_rows(folder: Path, size: int, record: Mapping[str, Any]) -> list[tup
             ),
         ]
     return rows
-
-
-def _epoch_loss(steps: list[dict[str, Any]], first: bool) -> str:
-    wanted = steps[0 if first else -1]["epoch"] if steps else None
-    return _figure(_mean([s["loss"] for s in steps if s["epoch"] == wanted and s["loss"] is not None]))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -27,8 +27,9 @@ class DeepSpeechConfig:
 class DeepSpeech(nn.Module):
     """`forward(spectrograms, lengths)` -> log-probabilities (frames, batch, labels), and the frames of each utterance.
 
-    Frames beyond an utterance's length are zeroed after every convolution and left out of the batch norms, so what an
-    utterance is padded with does not matter.
+    Utterances are padded with zeros. Frames beyond an utterance's length are zeroed again after every convolution and
+    left out of the norms between the LSTMs, so in evaluation padding changes nothing; in training the two norms of the
+    convolutions count it in their statistics.
     """
 
     def __init__(self, config: DeepSpeechConfig) -> None:

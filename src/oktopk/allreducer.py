@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from oktopk.apply import write_mean
 from oktopk.comm.base import Communicator
 from oktopk.comm.counting import CountingCommunicator, Traffic
 from oktopk.guard import Guard
@@ -19,10 +19,10 @@ from oktopk.precheck import NonFiniteGradientError, Verdict, agree
 from oktopk.reduce.base import Reducer, ReducerSettings
 from oktopk.reduce.dense import Dense
 from oktopk.registry import ReducerFactory, canonical_name, make_communicator, make_selector, reducer_factory
-from oktopk.residual import ErrorFeedback, MomentumResidual, Residual, Update
+from oktopk.residual import ErrorFeedback, MomentumResidual, Residual
 from oktopk.select.timing import TimedSelector
 from oktopk.settings import Settings
-from oktopk.types import Bucket, Phase, Reduction, Slot, SparseVector, StepStats
+from oktopk.types import Bucket, Phase, Reduction, Slot, StepStats
 
 logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]
@@ -184,7 +184,7 @@ class AllReducer:
         self._selector.take()
         reduction = reducer.reduce(acc, self.comm, k)
         clock.stage("reduce")
-        rounding = _write(reduction.mean, bucket.gradient)
+        rounding = write_mean(reduction.mean, bucket.gradient)
         contribution = reduction.contribution
         if held and contribution is acc:
             contribution = acc.clone()
@@ -258,10 +258,7 @@ class AllReducer:
             k=0,
             local_count=0,
             global_count=0,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
-            messages_sent=traffic.messages_sent,
-            messages_received=traffic.messages_received,
+            **traffic.counts(),
             skipped=True,
         )
         self._untold.append(stats)
@@ -286,10 +283,7 @@ class AllReducer:
             global_count=reduction.global_count,
             local_threshold=reduction.local_threshold,
             global_threshold=reduction.global_threshold,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
-            messages_sent=traffic.messages_sent,
-            messages_received=traffic.messages_received,
+            **traffic.counts(),
             seconds=seconds,
             unused=tuple(slot.name for slot in unused),
         )
@@ -331,26 +325,3 @@ def _culprits(verdict: Verdict) -> str:
 
 def _part(flat: Tensor, slot: Slot) -> Tensor:
     return flat[slot.offset : slot.offset + slot.numel]
-
-
-def _values(update: Update) -> Tensor:
-    return update.values if isinstance(update, SparseVector) else update
-
-
-def _write(mean: Update, target: Tensor) -> Update | None:
-    """Put `mean` into `target`; returns what the target's dtype rounded away (None: nothing)."""
-    values = _values(mean)
-    exact = target.dtype in (torch.float32, torch.float64)
-    stored = values if exact else _to_narrow(values, target.dtype)
-    if not isinstance(mean, SparseVector):
-        target.copy_(stored)
-        return None if exact else values - stored.float()
-    target.zero_()
-    target[mean.indices] = stored.to(target.dtype)
-    return None if exact else SparseVector(mean.indices, values - stored.float(), mean.length)
-
-
-def _to_narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What does not fit becomes the largest that does; the rest of it stays owed."""
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype)

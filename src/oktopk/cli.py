@@ -55,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a model on one or several workers",
         description="Train. Values come from the preset; every one can be overridden here.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=None,
+        usage="oktopk train [preset] [--setting value ...]",
     )
     train.add_argument(
         "preset", nargs="?", default="demo", help=f"one of {', '.join(preset_names())}, or the path of a TOML file"
@@ -93,8 +92,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         options |= {"type": parse_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
         help_text = f"{item.metadata['help']} (default: {item.default if item.default != '' else 'none'})"
         groups[title].add_argument(*names, help=help_text.replace("%", "%%"), **options)
-    # defaults are in the help texts: those of the parser are all None
-    parser.formatter_class = argparse.HelpFormatter
 
 
 if __name__ == "__main__":

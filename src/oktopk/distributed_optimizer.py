@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,60 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from oktopk.allreducer import AllReducer, Listener
 from oktopk.comm.base import Communicator, all_gather_int
 from oktopk.metrics.trainer_lists import MetricLists
+from oktopk.packing import Pack, make_packs
 from oktopk.registry import ReducerFactory
-from oktopk.types import Bucket, Slot
 from oktopk.worker import ReductionWorker, Ticket
 
 _STATE_KEY = "oktopk"
-
-
-@dataclass
-class _Pack:
-    """Parameters that are reduced together, and the flat tensor that they travel in."""
-
-    slots: tuple[Slot, ...]
-    parameters: tuple[Parameter, ...]
-    flat: Tensor
-    ready: set[str] = field(default_factory=set[str])
-    versions: list[int | None] = field(default_factory=list[int | None])
-
-    def mark_versions(self) -> None:
-        """Remember the gradients as they are handed in, so that later changes are noticed."""
-        self.versions = [_version(p) for p in self.parameters]
-
-    def fill(self) -> Bucket:
-        """Copy the gradients in; a parameter without one contributes zero."""
-        missing = {slot.name for slot, p in zip(self.slots, self.parameters, strict=True) if p.grad is None}
-        for slot, parameter in zip(self.slots, self.parameters, strict=True):
-            part = self.part(slot)
-            if parameter.grad is None:
-                part.zero_()
-            elif parameter.grad.layout != torch.strided:
-                raise ValueError(
-                    f"{slot.name!r} has a gradient of {parameter.grad.layout}: only dense ones can be reduced"
-                )
-            else:
-                part.copy_(parameter.grad.reshape(-1))
-        return Bucket(self.flat, self.slots, frozenset(missing))
-
-    def hand_back(self, unused: frozenset[str]) -> None:
-        """Copy the means out; a parameter that no rank has a gradient for keeps none."""
-        for slot, parameter, version in zip(self.slots, self.parameters, self.versions, strict=True):
-            if _version(parameter) != version:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} was changed while it was being reduced: call synchronize() "
-                    "before you clip or scale gradients, then step()"
-                )
-        for slot, parameter in zip(self.slots, self.parameters, strict=True):
-            if slot.name in unused:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = self.part(slot).clone().view_as(parameter)
-            else:
-                parameter.grad.copy_(self.part(slot).view_as(parameter))
-
-    def part(self, slot: Slot) -> Tensor:
-        return self.flat[slot.offset : slot.offset + slot.numel]
 
 
 class DistributedOptimizer(Optimizer):
@@ -108,7 +58,7 @@ class DistributedOptimizer(Optimizer):
         self.allreducer = AllReducer(compressor, comm=comm, trainer=trainer, **settings)
         self._owns_comm = isinstance(comm, str)
         _check_same_model(named, self.allreducer.comm)
-        self._packs = _pack(named, bucket_cap_mb)
+        self._packs = make_packs(named, bucket_cap_mb)
         self._pack_of = {
             id(p): (pack, slot.name)
             for pack in self._packs
@@ -196,7 +146,7 @@ class DistributedOptimizer(Optimizer):
                         "optimizer was wrapped: unfreeze parameters first, then wrap"
                     )
 
-    def _submit(self, pack: _Pack) -> None:
+    def _submit(self, pack: Pack) -> None:
         pack.mark_versions()
 
         def job() -> None:
@@ -297,33 +247,3 @@ def _check_same_model(named: list[tuple[str, Parameter]], comm: Communicator) ->
     odd = [rank for rank, value in enumerate(found) if value != found[0]]
     if odd:
         raise ValueError(f"rank(s) {odd} hold other parameters (names, shapes or dtypes) than rank 0")
-
-
-def _pack(named: list[tuple[str, Parameter]], cap_mb: float) -> list[_Pack]:
-    """Last parameters first, as backward produces them; a pack holds one dtype on one device, up to the cap."""
-    groups: list[list[tuple[str, Parameter]]] = []
-    room = 0.0
-    for name, parameter in reversed(named):
-        size_mb = parameter.numel() * parameter.element_size() / 2**20
-        like_before = bool(groups) and _kind(groups[-1][-1][1]) == _kind(parameter)
-        if not like_before or size_mb > room:
-            groups.append([])
-            room = cap_mb
-        groups[-1].append((name, parameter))
-        room -= size_mb
-    return [
-        _Pack(
-            slots=Bucket.layout([(name, p.numel()) for name, p in group]),
-            parameters=tuple(p for _, p in group),
-            flat=torch.zeros(sum(p.numel() for _, p in group), dtype=group[0][1].dtype, device=group[0][1].device),
-        )
-        for group in groups
-    ]
-
-
-def _version(parameter: Parameter) -> int | None:
-    return None if parameter.grad is None else parameter.grad._version
-
-
-def _kind(parameter: Parameter) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device

@@ -18,7 +18,7 @@ from oktopk.comm import CommunicationError, InjectedFault, World, simulate
 from oktopk.comm.base import Communicator
 from oktopk.registry import REDUCERS, make_communicator
 from tests.integration.training import FakeTrainer, Net, batch, flat_parameters, held_out_loss, loss_of
-from tests.worlds import GlooWorld, run_mpi
+from tests.worlds import GlooWorld, run_mpi, try_run_mpi
 
 TINY_BUCKETS = 1200 / 2**20
 SPARSE: dict[str, Any] = {"warmup_steps": 2, "density": 0.1, "min_sparse_numel": 0, "guard_every": 1}
@@ -452,8 +452,9 @@ def test_a_rank_that_stalls_is_reported_over_gloo() -> None:
 
 
 def test_a_rank_that_stalls_is_reported_over_mpi() -> None:
-    message = run_mpi(2, stall_and_leave, 1)[0]
-    assert message.startswith("rank 0 of 2: all_reduce failed (timeout 2 s)")
+    code, _, results = try_run_mpi(2, stall_and_leave, 1)
+    assert results[0].startswith("rank 0 of 2: all_reduce failed (timeout 2 s)")
+    assert code == 1, "the one that gave up ends the whole job when it exits"
 
 
 def stall_and_leave(rank_that_stalls: int) -> str | None:
@@ -617,10 +618,13 @@ def stop_after_a_timeout(sleeper: int) -> str:
         comm.all_reduce(torch.zeros(1000))
     except CommunicationError as error:
         comm.close()
-        time.sleep(4.0)
+        time.sleep(1.0)
         return str(error)
     return "no error"
 
 
 def test_closing_after_a_timeout_over_mpi_does_not_crash() -> None:
-    assert run_mpi(2, stop_after_a_timeout, 1)[0].startswith("rank 0 of 2: all_reduce failed (timeout 1 s)")
+    code, output, results = try_run_mpi(2, stop_after_a_timeout, 1)
+    assert results[0].startswith("rank 0 of 2: all_reduce failed (timeout 1 s)")
+    assert code == 1
+    assert "Process received signal" not in output, output

@@ -40,7 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(arguments: list[str], folder: Path, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [*before, sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=350)
 
 
 def mpirun(size: int) -> tuple[str, ...]:
@@ -89,6 +89,21 @@ def test_140_steps_turn_sparse_at_128_exactly(corpus: Path, tmp_path: Path) -> N
     }  # fmt: skip
     assert {path.name for path in (run / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
     assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_learns_on_its_embedded_corpus(tmp_path: Path) -> None:
+    """What `make train` runs."""
+    done = launch(["-m", "oktopk", "train", "demo"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "demo"
+    assert sum(step["phase"] == "sparse" for step in steps_of(run)) >= 150
+    with (run / "epochs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[-1]["loss"]) < 0.1 * float(rows[0]["loss"])
+    assert float(rows[-1]["wer"]) < 0.25
+    for said in ("WER", "CER", "sparsity, sparse", "compression ratio, sparse", "of dense", str(run.name), "backward"):
+        assert said in done.stdout
 
 
 def test_28_steps_under_mpirun_say_that_nothing_will_be_sparse(corpus: Path, tmp_path: Path) -> None:

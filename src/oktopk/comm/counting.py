@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,14 @@ class Traffic:
             sum(r.messages_received for r in records),
             sum(r.seconds for r in records),
         )
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "messages_sent": self.messages_sent,
+            "messages_received": self.messages_received,
+        }
 
     def plus(self, other: Traffic) -> Traffic:
         return Traffic(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
 from typing import Any
 
@@ -29,7 +31,7 @@ class MpiCommunicator(PairwiseExchange):
         self._comm: Any = MPI.COMM_WORLD.Dup()
         self.rank = int(self._comm.Get_rank())
         self.size = int(self._comm.Get_size())
-        self._abandoned: list[Any] = []
+        self._gave_up = False
 
     def all_reduce(self, tensor: Tensor) -> None:
         host = tensor.detach().cpu().contiguous()
@@ -46,7 +48,7 @@ class MpiCommunicator(PairwiseExchange):
         self._wait("barrier", [self._comm.Ibarrier()])
 
     def close(self) -> None:
-        if self._comm is not None and not self._abandoned:  # MPI may still write for a request that timed out
+        if self._comm is not None and not self._gave_up:  # MPI may still work on a request that timed out
             self._comm.Free()
         self._comm = None
 
@@ -68,9 +70,21 @@ class MpiCommunicator(PairwiseExchange):
             if spins > _SPINS:
                 time.sleep(_NAP_S)
             if time.monotonic() > deadline:
-                self._abandoned += requests
+                self._gave_up = True
+                atexit.register(_abort, requests)
                 whom = f" with ranks {peers}" if peers else ""
                 raise CommunicationError(
                     f"rank {self.rank} of {self.size}: {operation}{whom} failed (timeout {self._timeout_s:g} s): "
                     "a peer did not take part"
                 )
+
+
+def _abort(requests: list[Any]) -> None:
+    """At exit, end the whole job: MPI cannot be finalized while a request is pending, and the others would wait.
+
+    Holding `requests` until then keeps alive the buffers that MPI may still write into.
+    """
+    del requests
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)

@@ -30,7 +30,7 @@ def _setting(default: Any, group: str, help: str) -> Any:
 class TrainConfig:
     """Every value can be set in a preset and overridden on the command line as --name value."""
 
-    name: str = _setting("run", "run", "folder of this run below out_dir")
+    name: str = _setting("run", "run", "folder of this run below out_dir; that of a preset is its own name")
     out_dir: str = _setting("runs", "run", "where run folders are made; nothing is written outside them")
     seed: int = _setting(1, "run", "seed of everything random")
     resume: bool = _setting(False, "run", "continue from this run's last checkpoint")

@@ -12,6 +12,7 @@ import torch
 
 from oktopk.comm.base import CommunicationError, Communicator
 from oktopk.comm.local_workers import start_local_workers
+from oktopk.guard import GuardViolation
 from oktopk.train.checkpoint import CheckpointError
 from oktopk.train.config import ConfigError, TrainConfig
 from oktopk.train.data.errors import DataError
@@ -23,7 +24,7 @@ from oktopk.train.trainer import Trainer, TrainingStopped
 from oktopk.types import ints
 
 logger = logging.getLogger("oktopk")
-_FAILURES = (ConfigError, DataError, CheckpointError, TrainingStopped, CommunicationError, ValueError)
+_FAILURES = (ConfigError, DataError, CheckpointError, TrainingStopped, CommunicationError, GuardViolation, ValueError)
 
 
 def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
@@ -42,6 +43,7 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
         print(f"oktopk: worker {place.rank}: {error}", file=sys.stderr, flush=True)
         # not sys.exit: a worker that waits for the others at exit would make them wait too
         if place.size > 1:
+            sys.stdout.flush()
             os._exit(2)
         return 2
     return 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import resource
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ from torch import Tensor
 
 from oktopk.allreducer import Plan
 from oktopk.distributed_optimizer import DistributedOptimizer
-from oktopk.metrics.trainer_lists import mean_or_none
 from oktopk.precheck import NonFiniteGradientError
 from oktopk.train import checkpoint
 from oktopk.train.config import TrainConfig
 from oktopk.train.launch import Member
-from oktopk.train.runlog import FolderLog, NullLog, RunLog, stats_record
+from oktopk.train.meter import EpochMeter
+from oktopk.train.runlog import FolderLog, NullLog, RunLog
 from oktopk.train.show import Display
 from oktopk.train.tasks.base import Workload
 from oktopk.types import StepStats
@@ -96,7 +94,7 @@ class Trainer:
             self.optimizer.stop()
 
     def _epoch(self, log: RunLog) -> dict[str, Any]:
-        position, meter = self.position, _Meter(self)
+        position, meter = self.position, EpochMeter(self)
         self._set_learning_rate()
         last = min(self.steps_per_epoch, position.step_in_epoch + self.num_steps - position.step)
         batches = self._workload.batches(position.epoch, position.step_in_epoch * self.config.nsteps_update)
@@ -124,7 +122,7 @@ class Trainer:
             self._save()
         return record
 
-    def _step(self, batches: Iterator[Any], meter: _Meter) -> dict[str, Any]:
+    def _step(self, batches: Iterator[Any], meter: EpochMeter) -> dict[str, Any]:
         parts = self.config.nsteps_update
         total = 0.0
         self.optimizer.zero_grad()
@@ -248,79 +246,6 @@ class Trainer:
         except (RuntimeError, AttributeError) as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise checkpoint.CheckpointError(f"pretrain={str(path)!r}: does not fit this model ({reason})") from error
-
-
-class _Meter:
-    """Adds up an epoch: seconds, losses, bytes."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._first_metric = len(trainer.sparsities)
-        self._start = time.monotonic()
-        self._seconds: dict[str, float] = {"io": 0.0, "forward": 0.0, "backward": 0.0, "wait": 0.0}
-        self._communication_s = 0.0
-        self._bytes_sent = 0
-        self._last: dict[str, float] = dict(self._seconds)
-        self._num_steps = 0
-        self.losses: list[float] = []
-
-    @contextlib.contextmanager
-    def time(self, stage: str) -> Generator[None]:
-        start = time.monotonic()
-        yield
-        self._seconds[stage] += time.monotonic() - start
-
-    def record_step(self, loss: float, told: list[StepStats]) -> dict[str, Any]:
-        """The line of metrics.jsonl."""
-        trainer, position = self._trainer, self._trainer.position
-        skipped = any(stats.skipped for stats in told)
-        if not skipped:
-            self.losses.append(loss)
-        seconds = {stage: total - self._last[stage] for stage, total in self._seconds.items()}
-        self._last = dict(self._seconds)
-        self._num_steps += 1
-        self._bytes_sent += sum(stats.bytes_sent for stats in told)
-        self._communication_s += sum(stats.seconds.get("exchange", 0.0) for stats in told)
-        return {
-            "step": position.step,
-            "epoch": position.epoch,
-            "phase": "sparse" if any(stats.phase == "sparse" for stats in told) else "dense",
-            "loss": None if skipped else loss,
-            "lr": trainer.optimizer.param_groups[0]["lr"],
-            "skipped": skipped,
-            "sparsity": None if skipped else _whole_sparsity(told),
-            "bytes_sent": sum(stats.bytes_sent for stats in told),
-            "samples": trainer.samples_per_step,
-            "seconds": seconds,
-            "buckets": [stats_record(stats) for stats in told],
-        }
-
-    def summary(self, loss: float | None) -> dict[str, Any]:
-        """The row of epochs.csv."""
-        trainer, first = self._trainer, self._first_metric
-        elapsed = time.monotonic() - self._start
-        memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        return {
-            "epoch": trainer.position.epoch,
-            "steps": self._num_steps,
-            "loss": loss,
-            "lr": trainer.optimizer.param_groups[0]["lr"],
-            "sparsity": mean_or_none(trainer.sparsities[first:]),
-            "compression_ratio": mean_or_none(trainer.compression_ratios[first:]),
-            "communication_size": mean_or_none(trainer.communication_sizes[first:]),
-            "bytes_sent": self._bytes_sent,
-            **{f"{stage}_s": total for stage, total in self._seconds.items()},
-            "communication_s": self._communication_s,
-            "samples_per_s": self._num_steps * trainer.samples_per_step / elapsed,
-            "memory_mb": memory_mb,
-        }
-
-
-def _whole_sparsity(told: list[StepStats]) -> float | None:
-    """Of all buckets together."""
-    n = sum(stats.n for stats in told)
-    applied = sum(stats.n if stats.phase == "dense" else stats.global_count for stats in told)
-    return 1.0 - applied / n if n else None
 
 
 @contextlib.contextmanager

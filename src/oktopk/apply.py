@@ -1,0 +1,28 @@
+"""Putting the mean into a bucket, whatever its dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oktopk.residual import Update
+from oktopk.types import SparseVector
+
+
+def write_mean(mean: Update, target: Tensor) -> Update | None:
+    """Put `mean` into `target`; returns what the target's dtype rounded away (None: nothing)."""
+    values = mean.values if isinstance(mean, SparseVector) else mean
+    exact = target.dtype in (torch.float32, torch.float64)
+    stored = values if exact else _to_narrow(values, target.dtype)
+    if not isinstance(mean, SparseVector):
+        target.copy_(stored)
+        return None if exact else values - stored.float()
+    target.zero_()
+    target[mean.indices] = stored.to(target.dtype)
+    return None if exact else SparseVector(mean.indices, values - stored.float(), mean.length)
+
+
+def _to_narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What does not fit becomes the largest that does; the rest of it stays owed."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)

@@ -13,6 +13,7 @@ from oktopk.train.config import ConfigError, TrainConfig, load_config, parse_boo
 from oktopk.train.data.an4_like import generate
 from oktopk.train.data.errors import DataError
 from oktopk.train.data.manifest import write_manifests
+from oktopk.train.launch import find_place
 from oktopk.train.main import run_training
 
 
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(options: argparse.Namespace, given: list[str]) -> int:
     values = {item.name: getattr(options, item.name) for item in dataclasses.fields(TrainConfig)}
     overrides = {name: value for name, value in values.items() if value is not None}
+    place = find_place()
+    if place.starter != "nobody" and options.workers not in (None, place.size):  # that of a preset is no contradiction
+        raise ConfigError(f"workers={options.workers}: but {place.starter} started {place.size}; leave --workers out")
     return run_training(load_config(options.preset, overrides), ["-m", "oktopk", *given])
 
 

@@ -310,6 +310,15 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(
     assert not list((tmp_path / "out").glob("*/metrics.jsonl"))
 
 
+def test_workers_that_contradict_the_launcher_name_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert main(["train", "demo", "--workers", "3"]) == 2
+    assert "workers=3: but mpirun started 2; leave --workers out" in one_line(capsys.readouterr().err)
+
+
 def test_unknown_presets_and_damaged_toml_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "nothing"]) == 2
     assert "preset='nothing': no such preset or TOML file; presets: demo, lstm_debug" in capsys.readouterr().err

@@ -32,8 +32,6 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
     place = find_place()
     if place.starter == "nobody" and config.workers > 1:
         return start_local_workers(config.workers, arguments)
-    if place.starter != "nobody" and config.workers not in (1, place.size):
-        raise ConfigError(f"workers={config.workers}: but {place.starter} started {place.size}; leave one of them out")
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // place.local_size))  # workers on one machine share its cores
     member = join(config, place)

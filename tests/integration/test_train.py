@@ -161,6 +161,18 @@ def test_the_real_an4_for_one_epoch(tmp_path: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+def test_accumulation_and_augmentation(corpus: Path, tmp_path: Path) -> None:
+    """Two batches a step; other sounds in every epoch, the same whenever it is run."""
+    arguments = ["--data-dir", str(corpus), "--out-dir", str(tmp_path), "--nsteps-update", "2", "--max-steps", "9"]
+    for further in (["--name", "a", "--augment"], ["--name", "b", "--augment"], ["--name", "c"]):
+        assert train_here(*arguments, "--warmup-steps", "4", *further) == 0
+    a, b, c = (steps_of(tmp_path / name) for name in "abc")
+    assert [step["epoch"] for step in a] == [0] * 8 + [1]
+    assert a[0]["samples"] == 4
+    assert [step["loss"] for step in a] == [step["loss"] for step in b]
+    assert [step["loss"] for step in a] != [step["loss"] for step in c]
+
+
 # --- checkpoints
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from oktopk.apply import write_mean
 from oktopk.comm.base import Communicator
 from oktopk.comm.counting import CountingCommunicator, Traffic
@@ -169,16 +167,16 @@ class AllReducer:
         self.comm.take()  # what others sent through it in the meantime is not ours
         for slot in bucket.slots:
             if slot.name in bucket.missing:
-                _part(bucket.gradient, slot).zero_()
+                slot.part(bucket.gradient).zero_()
         acc = self._feedback.compensate(bucket)
         self._guard.before(self.step, acc)
         verdict = agree(bucket, acc, self.comm)
         if verdict.nonfinite:
             return self._refuse(bucket, _culprits(verdict))
         clock.stage("compensate")
-        held = [(slot, _part(acc, slot).clone()) for slot in verdict.unused]
+        held = [(slot, slot.part(acc).clone()) for slot in verdict.unused]
         for slot, _ in held:  # nobody has a gradient for it: it must not move in this step
-            _part(acc, slot).zero_()
+            slot.part(acc).zero_()
         reducer, k = self._reducer_for(bucket)
         exchanged = Traffic.of(self.comm.take())
         self._selector.take()
@@ -189,7 +187,7 @@ class AllReducer:
         if held and contribution is acc:
             contribution = acc.clone()
         for slot, owed in held:
-            _part(acc, slot).copy_(owed)
+            slot.part(acc).copy_(owed)
         left = self._feedback.retain(bucket, acc, contribution, rounding)
         clock.stage("apply")
         traffic = Traffic.of(self.comm.take())
@@ -321,7 +319,3 @@ def _culprits(verdict: Verdict) -> str:
     return "NaN, Inf or a value too large to sum in the gradient of " + ", ".join(
         f"{name!r} on rank {rank}" for rank, name in verdict.nonfinite.items()
     )
-
-
-def _part(flat: Tensor, slot: Slot) -> Tensor:
-    return flat[slot.offset : slot.offset + slot.numel]

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.types import Bucket, ints
+from oktopk.types import Bucket, hash_words, ints
 
 _PARTS = 1024
 _BLOCK = 1 << 22  # elements looked at at once: bounds the fp64 temporaries
 _EPSILON = 2.0**-23
 _SMALLEST = 2.0**-149  # denormals round by a whole unit each
-_SPREAD = -7046029254386353131
 
 
 class GuardViolation(RuntimeError):
@@ -86,15 +85,9 @@ def _check_law(step: int, bucket: Bucket, given_up: Tensor, comm: Communicator) 
 
 
 def hash64(tensor: Tensor) -> Tensor:
-    """Sum of the elements' bits times odd, position-dependent weights, mod 2^64, as an int64 scalar tensor."""
+    """Of the elements' bits."""
     flat = tensor.detach().reshape(-1)
-    bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, bits.numel(), _BLOCK):
-        part = bits[start : start + _BLOCK].to(torch.int64)
-        position = torch.arange(start, start + part.numel(), device=flat.device)
-        total += (part * ((position * _SPREAD) | 1)).sum()
-    return total
+    return hash_words(flat.view(torch.int16 if flat.element_size() == 2 else torch.int32))
 
 
 def _part_size(n: int) -> int:

@@ -26,18 +26,16 @@ class Pack:
         self.versions = [_version(p) for p in self.parameters]
 
     def fill(self) -> Bucket:
-        """Copy the gradients in; a parameter without one contributes zero."""
+        """Copy the gradients in; a parameter without one is said to be missing."""
         missing = {slot.name for slot, p in zip(self.slots, self.parameters, strict=True) if p.grad is None}
         for slot, parameter in zip(self.slots, self.parameters, strict=True):
-            part = self.part(slot)
             if parameter.grad is None:
-                part.zero_()
-            elif parameter.grad.layout != torch.strided:
+                continue
+            if parameter.grad.layout != torch.strided:
                 raise ValueError(
                     f"{slot.name!r} has a gradient of {parameter.grad.layout}: only dense ones can be reduced"
                 )
-            else:
-                part.copy_(parameter.grad.reshape(-1))
+            slot.part(self.flat).copy_(parameter.grad.reshape(-1))
         return Bucket(self.flat, self.slots, frozenset(missing))
 
     def hand_back(self, unused: frozenset[str]) -> None:
@@ -52,12 +50,9 @@ class Pack:
             if slot.name in unused:
                 parameter.grad = None
             elif parameter.grad is None:
-                parameter.grad = self.part(slot).clone().view_as(parameter)
+                parameter.grad = slot.part(self.flat).clone().view_as(parameter)
             else:
-                parameter.grad.copy_(self.part(slot).view_as(parameter))
-
-    def part(self, slot: Slot) -> Tensor:
-        return self.flat[slot.offset : slot.offset + slot.numel]
+                parameter.grad.copy_(slot.part(self.flat).view_as(parameter))
 
 
 def make_packs(named: list[tuple[str, Parameter]], cap_mb: float) -> list[Pack]:

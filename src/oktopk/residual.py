@@ -63,7 +63,7 @@ class NamedBuffers:
                     f"the stored memory of {slot.name!r} has {view.numel()} elements, the parameter has {slot.numel}: "
                     "the state was saved from another model"
                 )
-            flat[slot.offset : slot.offset + slot.numel] = view
+            slot.part(flat).copy_(view)
         return flat
 
     def put(self, bucket: Bucket, flat: Tensor) -> None:
@@ -72,7 +72,7 @@ class NamedBuffers:
             self._forget_layouts_with(bucket)
         self._flat[bucket.slots] = flat
         for slot in bucket.slots:
-            self._views[slot.name] = flat[slot.offset : slot.offset + slot.numel]
+            self._views[slot.name] = slot.part(flat)
 
     def drop(self, bucket: Bucket) -> None:
         self._forget_layouts_with(bucket)

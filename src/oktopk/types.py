@@ -11,11 +11,26 @@ import torch
 from torch import Tensor
 
 Phase = Literal["dense", "sparse"]
+HASH_SPREAD = -7046029254386353131
+_HASH_BLOCK = 1 << 22
 
 
 def ints(tensor: Tensor) -> list[int]:
     """The elements of an integer tensor; waits for its device."""
     return cast("list[int]", tensor.tolist())
+
+
+def hash_words(words: Tensor) -> Tensor:
+    """The sum, mod 2^64, of integer words times odd weights that depend on the position, as an int64 scalar tensor.
+
+    Any single flipped bit changes it, and so does what was moved. Looked at in blocks, to bound the temporaries.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _HASH_BLOCK):
+        block = words[start : start + _HASH_BLOCK].to(torch.int64)
+        position = torch.arange(start, start + block.numel(), device=words.device)
+        total += (block * ((position * HASH_SPREAD) | 1)).sum()
+    return total
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,10 @@ class Slot:
     name: str
     offset: int
     numel: int
+
+    def part(self, flat: Tensor) -> Tensor:
+        """Its elements of the bucket's flat tensor, as a view."""
+        return flat[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True)

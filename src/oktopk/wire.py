@@ -6,8 +6,8 @@ Layout, little-endian, `HEADER_BYTES` = 32 then the payload:
     bytes 8-15  length of the vector      bytes 16-23  number of elements      bytes 24-31  checksum
     payload: the indices, then the values
 
-The checksum is the sum, in 64 bits, of all other 32-bit words (read as signed), the i-th times (i * _SPREAD) | 1: any
-single flipped bit changes it, and so does what was moved.
+The checksum is the sum, in 64 bits, of all other 32-bit words (read as signed), the i-th times (i * HASH_SPREAD) | 1:
+any single flipped bit changes it, and so does what was moved.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from oktopk.types import SparseVector, ints
+from oktopk.types import SparseVector, hash_words, ints
 
 HEADER_BYTES = 32
 VERSION = 1
-_SPREAD = -7046029254386353131
 _MAGIC = int.from_bytes(b"OKTK", "little")
 
 
@@ -146,5 +145,4 @@ def _checksum(buffer: Tensor) -> Tensor:
     """Of all words but the checksum's own; every part is a whole number of 32-bit words."""
     words = buffer.clone().view(torch.int32)  # a clone is aligned, wherever the buffer came from
     words[6:8] = 0
-    weights = torch.arange(words.numel(), device=buffer.device).mul_(_SPREAD).bitwise_or_(1)
-    return (words * weights).sum()
+    return hash_words(words)

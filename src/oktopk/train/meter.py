@@ -45,7 +45,8 @@ class EpochMeter:
         seconds = {stage: total - self._last[stage] for stage, total in self._seconds.items()}
         self._last = dict(self._seconds)
         self._num_steps += 1
-        self._bytes_sent += sum(stats.bytes_sent for stats in told)
+        bytes_sent = sum(stats.bytes_sent for stats in told)
+        self._bytes_sent += bytes_sent
         self._communication_s += sum(stats.seconds.get("exchange", 0.0) for stats in told)
         return {
             "step": position.step,
@@ -55,7 +56,7 @@ class EpochMeter:
             "lr": trainer.optimizer.param_groups[0]["lr"],
             "skipped": skipped,
             "sparsity": None if skipped else _whole_sparsity(told),
-            "bytes_sent": sum(stats.bytes_sent for stats in told),
+            "bytes_sent": bytes_sent,
             "samples": trainer.samples_per_step,
             "seconds": seconds,
             "buckets": [stats_record(stats) for stats in told],

@@ -92,6 +92,12 @@ class SparseVector:
         cuts = ints(torch.searchsorted(self.indices, edges))
         return [self.slice(lo, hi) for lo, hi in pairwise(cuts)]
 
+    def to(self, device: torch.device) -> SparseVector:
+        """On that device: itself, where it is there already."""
+        if self.indices.device == device:
+            return self
+        return SparseVector(self.indices.to(device), self.values.to(device), self.length)
+
     def slice(self, start: int, stop: int) -> SparseVector:
         """The elements held at positions start..stop, as views."""
         return SparseVector(self.indices[start:stop], self.values[start:stop], self.length)

@@ -1,0 +1,83 @@
+"""The contract of the kernels. `oktopk.kernels.torch_ops` is its reference: all others give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oktopk.types import SparseVector
+
+MAGNITUDE_BITS = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the pass that made `acc` saw of the elements at or above its floor."""
+
+    largest: float
+    """The largest magnitude (NaN or Inf where there is one); 0.0 where none reached the floor."""
+    candidates: SparseVector | None
+    """All of them, sorted; None where there were more than there was room for."""
+
+
+class Kernels(Protocol):
+    """Loops over flat, contiguous fp32 tensors. Thresholds compare as fp32; zero never reaches one.
+
+    Results own their memory and are on the device of what was passed in, unless it says otherwise.
+    """
+
+    def accumulate(
+        self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
+    ) -> Seen:
+        """`out = residual + gradient` (any float dtype), and in the same pass what reached `floor`, put on `home`.
+
+        `out` may be `residual`. NaN reaches any floor.
+        """
+        ...
+
+    def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
+        """Every non-zero element with |x| >= floor; None where there are more than `room`."""
+        ...
+
+    def kth_magnitude(self, values: Tensor, k: int) -> float:
+        """The k-th largest magnitude, exactly, for 1 <= k <= len(values)."""
+        ...
+
+    def histogram(self, values: Tensor, prefix: int, shift: int, num_bits: int) -> Tensor:
+        """How many magnitudes have each of the 2^num_bits digits at bit `shift` (int64).
+
+        Of those only whose bits above the digit are `prefix`. Magnitudes of fp32 are ordered like their bits.
+        """
+        ...
+
+    def sum(self, vectors: Sequence[SparseVector]) -> SparseVector:
+        """The union of the indices, values added in the order given."""
+        ...
+
+    def restrict(self, vector: SparseVector, indices: Tensor) -> SparseVector:
+        """The elements of `vector` whose index is also in the sorted `indices`."""
+        ...
+
+    def scatter(self, target: Tensor, vector: SparseVector) -> None:
+        """`target[index] = value`, in the target's dtype."""
+        ...
+
+    def subtract(self, target: Tensor, vector: SparseVector) -> None:
+        """`target[index] -= value`; `target` is fp32."""
+        ...
+
+    def pack(self, indices: Tensor, width: int) -> Tensor:
+        """Sorted int64 indices as the gaps between them, in `width` (1 or 2) bytes each: see `oktopk.wire`."""
+        ...
+
+    def unpack(self, packed: Tensor, width: int, count: int) -> Tensor | None:
+        """The `count` indices that `pack` packed; None where `packed` holds another number of them."""
+        ...
+
+    def hash_words(self, words: Tensor) -> int:
+        """As `oktopk.types.hash_words`."""
+        ...

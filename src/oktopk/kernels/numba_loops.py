@@ -1,0 +1,300 @@
+"""Compiled loops over numpy arrays, for one CPU thread each; none holds the interpreter's lock.
+
+The pass over a whole bucket takes `LANES` elements at once: it adds, stores, compares, and gets the comparison back as
+the bits of one integer, so that elements which are not worth sending cost no branch of their own.
+"""
+
+# What Numba compiles carries no types that a checker could follow, and numba itself ships none.
+# pyright: basic, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import errors
+from numba.extending import intrinsic
+
+LANES = 64
+MAGNITUDE = np.int32(0x7FFFFFFF)
+ONE = np.uint64(1)
+RADIX = ((20, 11), (9, 11), (0, 9))  # (shift, number of bits) of the digits of a magnitude, highest first
+SPREAD = np.uint64(0x9E3779B97F4A7C15)
+"""oktopk.types.HASH_SPREAD as an unsigned number."""
+
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_INTS = ir.VectorType(ir.IntType(32), LANES)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled at the first call and kept on disk, where there is a place to keep it."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except (RuntimeError, errors.NumbaError):  # no folder that can be written
+        return njit(nogil=True)(function)
+
+
+@intrinsic
+def _address(typingctx, array, index):  # noqa: ARG001
+    """Of array[index]."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.gep(data, [arguments[1]])
+
+    return types.CPointer(array.dtype)(array, index), generate
+
+
+def _vector_at(builder, pointer):
+    return builder.bitcast(pointer, _FLOATS.as_pointer())
+
+
+def _reaches(builder, vector, floor):
+    """One bit for each lane: are its magnitude's bits at least `floor`?"""
+    magnitude = builder.and_(builder.bitcast(vector, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
+    undefined = ir.Constant(_INTS, ir.Undefined)
+    first = builder.insert_element(undefined, floor, ir.Constant(ir.IntType(32), 0))
+    everywhere = builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+    return builder.bitcast(builder.icmp_signed(">=", magnitude, everywhere), ir.IntType(LANES))
+
+
+@intrinsic
+def _which_reach(typingctx, values, floor):  # noqa: ARG001
+    def generate(context, builder, signature, arguments):  # noqa: ARG001
+        return _reaches(builder, builder.load(_vector_at(builder, arguments[0]), align=4), arguments[1])
+
+    return types.uint64(types.CPointer(types.float32), types.int32), generate
+
+
+def _adding(past_caches: bool):
+    """out = left + right for LANES elements, and which of them reach the floor.
+
+    `past_caches` stores straight to memory, where `out` is not needed again soon: it must lie on a cache line.
+    """
+
+    @intrinsic
+    def add(typingctx, left, right, out, floor):  # noqa: ARG001
+        def generate(context, builder, signature, arguments):  # noqa: ARG001
+            left, right, out, floor = arguments
+            total = builder.fadd(
+                builder.load(_vector_at(builder, left), align=4), builder.load(_vector_at(builder, right), align=4)
+            )
+            store = builder.store(total, _vector_at(builder, out), align=64 if past_caches else 4)
+            if past_caches:
+                store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            return _reaches(builder, total, floor)
+
+        pointer = types.CPointer(types.float32)
+        return types.uint64(pointer, pointer, pointer, types.int32), generate
+
+    return add
+
+
+_add_past_caches, _add = _adding(True), _adding(False)
+
+
+@intrinsic
+def _lowest_bit(typingctx, word):  # noqa: ARG001
+    def generate(context, builder, signature, arguments):  # noqa: ARG001
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+def _accumulating(add):
+    def accumulate(residual, gradient, out, floor, indices, values):
+        """out = residual + gradient; fills `indices` and `values` with what reaches `floor`, the bits of a number.
+
+        Returns how many do, also beyond the room there is, and the bits of the largest.
+        """
+        room, count, largest = indices.size, 0, np.int32(0)
+        whole = out.size - out.size % LANES
+        for start in range(0, whole, LANES):
+            which = add(_address(residual, start), _address(gradient, start), _address(out, start), floor)
+            while which:
+                at = start + _lowest_bit(which)
+                which &= which - ONE
+                value = residual[at] + gradient[at]  # from the caches: `out` may be on its way past them
+                largest = max(largest, _magnitude(value))
+                if count < room:
+                    indices[count] = at
+                    values[count] = value
+                count += 1
+        for at in range(whole, out.size):
+            out[at] = residual[at] + gradient[at]
+            if _magnitude(out[at]) >= floor:
+                largest = max(largest, _magnitude(out[at]))
+                if count < room:
+                    indices[count] = at
+                    values[count] = out[at]
+                count += 1
+        return count, largest
+
+    return compiled(accumulate)
+
+
+@intrinsic
+def _bits(typingctx, value):  # noqa: ARG001
+    def generate(context, builder, signature, arguments):  # noqa: ARG001
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@njit(nogil=True, inline="always")
+def _magnitude(value):
+    return _bits(value) & MAGNITUDE
+
+
+accumulate_past_caches, accumulate = _accumulating(_add_past_caches), _accumulating(_add)
+
+
+@compiled
+def above(numbers, floor, indices, values):
+    """Fills `indices` and `values` with what reaches `floor`; returns how many do and the largest one's bits."""
+    room, count, largest = indices.size, 0, np.int32(0)
+    whole = numbers.size - numbers.size % LANES
+    for start in range(0, whole, LANES):
+        which = _which_reach(_address(numbers, start), floor)
+        while which:
+            at = start + _lowest_bit(which)
+            which &= which - ONE
+            largest = max(largest, _magnitude(numbers[at]))
+            if count < room:
+                indices[count] = at
+                values[count] = numbers[at]
+            count += 1
+    for at in range(whole, numbers.size):
+        if _magnitude(numbers[at]) >= floor:
+            largest = max(largest, _magnitude(numbers[at]))
+            if count < room:
+                indices[count] = at
+                values[count] = numbers[at]
+            count += 1
+    return count, largest
+
+
+@compiled
+def histogram(numbers, prefix, shift, num_bits, counts):
+    """Adds to `counts`; four tables take turns, so that a run of like numbers does not wait for itself."""
+    bits = numbers.view(np.int32)
+    mask = np.int32((1 << num_bits) - 1)
+    size = 1 << num_bits
+    tables = np.zeros(4 * size, np.int64)
+    for at in range(bits.size):
+        magnitude = bits[at] & MAGNITUDE
+        if magnitude >> shift >> num_bits == prefix:
+            tables[(at & 3) * size + ((magnitude >> shift) & mask)] += 1
+    for digit in range(size):
+        counts[digit] += tables[digit] + tables[digit + size] + tables[digit + 2 * size] + tables[digit + 3 * size]
+
+
+@compiled
+def kth_magnitude(numbers, k):
+    """The bits of the k-th largest magnitude, digit by digit."""
+    prefix, wanted = np.int32(0), k
+    for shift, num_bits in RADIX:
+        counts = np.zeros(1 << num_bits, np.int64)
+        histogram(numbers, prefix, shift, num_bits, counts)
+        digit = counts.size - 1
+        while counts[digit] < wanted:
+            wanted -= counts[digit]
+            digit -= 1
+        prefix = np.int32(prefix << num_bits | digit)
+    return prefix
+
+
+@compiled
+def merge(left_indices, left_values, right_indices, right_values, indices, values):
+    """The union of two sorted vectors, left value first; returns its size."""
+    left, right, count = 0, 0, 0
+    while left < left_indices.size and right < right_indices.size:
+        a, b = left_indices[left], right_indices[right]
+        take_left, take_right = a <= b, b <= a
+        indices[count] = a if take_left else b
+        if take_left and take_right:
+            values[count] = left_values[left] + right_values[right]
+        else:
+            values[count] = left_values[left] if take_left else right_values[right]
+        left += take_left
+        right += take_right
+        count += 1
+    while left < left_indices.size:
+        indices[count], values[count] = left_indices[left], left_values[left]
+        left += 1
+        count += 1
+    while right < right_indices.size:
+        indices[count], values[count] = right_indices[right], right_values[right]
+        right += 1
+        count += 1
+    return count
+
+
+@compiled
+def common(left_indices, left_values, right_indices, indices, values):
+    """The elements of the left vector whose index is also in the right list; returns how many."""
+    left, right, count = 0, 0, 0
+    while left < left_indices.size and right < right_indices.size:
+        a, b = left_indices[left], right_indices[right]
+        indices[count], values[count] = a, left_values[left]
+        count += a == b
+        left += a <= b
+        right += b <= a
+    return count
+
+
+@compiled
+def scatter(target, indices, values):
+    for at in range(indices.size):
+        target[indices[at]] = values[at]
+
+
+@compiled
+def subtract(target, indices, values):
+    for at in range(indices.size):
+        target[indices[at]] -= values[at]
+
+
+@compiled
+def pack(indices, most, packed):
+    """Writes gaps as digits; returns how many digits there are, also beyond the room there is."""
+    count, following = 0, 0
+    for at in range(indices.size):
+        gap = indices[at] - following
+        following = indices[at] + 1
+        while gap >= most:
+            if count < packed.size:
+                packed[count] = most
+            count += 1
+            gap -= most
+        if count < packed.size:
+            packed[count] = gap
+        count += 1
+    return count
+
+
+@compiled
+def unpack(packed, most, indices):
+    """Reads digits; returns how many indices there are, also beyond the room there is, or -1 for half a gap."""
+    count, following, digit = 0, 0, 0
+    for at in range(packed.size):
+        digit = np.int64(packed[at])
+        following += digit
+        if digit != most:
+            if count < indices.size:
+                indices[count] = following
+            count += 1
+            following += 1
+    return -1 if packed.size and digit == most else count
+
+
+@compiled
+def hash_words(words):
+    total = np.uint64(0)
+    for at in range(words.size):
+        weight = (np.uint64(at) * SPREAD) | ONE
+        total += np.uint64(np.int64(words[at])) * weight
+    return total

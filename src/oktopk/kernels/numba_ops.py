@@ -1,0 +1,123 @@
+"""The kernels for a CPU, compiled by Numba."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oktopk.kernels import numba_loops as loops
+from oktopk.kernels.base import Seen
+from oktopk.kernels.torch_ops import TorchKernels, digits
+from oktopk.types import SparseVector
+
+Array = np.ndarray[Any, Any]
+_SMALLEST_BITS = 1
+_CACHE_LINE = 64
+
+
+class NumbaKernels:
+    """No state. Dtypes that numpy does not know, and vectors summed one after the other, go through plain torch."""
+
+    def __init__(self) -> None:
+        self._plain = TorchKernels()
+
+    def accumulate(
+        self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
+    ) -> Seen:
+        indices, values = _space(min(room, out.numel()))
+        if residual is None:
+            out.copy_(gradient)
+            count, largest = loops.above(_array(out), _bits_of(floor), _array(indices), _array(values))
+        else:
+            add = loops.accumulate if out.data_ptr() % _CACHE_LINE else loops.accumulate_past_caches
+            fresh = _array(gradient.to(torch.float32))
+            count, largest = add(_array(residual), fresh, _array(out), _bits_of(floor), _array(indices), _array(values))
+        candidates = _vector(indices, values, count, out.numel()) if count <= room else None
+        return Seen(_float_of(largest), None if candidates is None else candidates.to(home))
+
+    def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
+        indices, found = _space(min(room, values.numel()))
+        count, _ = loops.above(_array(values), _bits_of(floor), _array(indices), _array(found))
+        return _vector(indices, found, count, values.numel()) if count <= room else None
+
+    def kth_magnitude(self, values: Tensor, k: int) -> float:
+        return _float_of(loops.kth_magnitude(_array(values), k))
+
+    def histogram(self, values: Tensor, prefix: int, shift: int, num_bits: int) -> Tensor:
+        counts = torch.zeros(1 << num_bits, dtype=torch.int64)
+        loops.histogram(_array(values), np.int32(prefix), shift, num_bits, _array(counts))
+        return counts
+
+    def sum(self, vectors: Sequence[SparseVector]) -> SparseVector:
+        total = vectors[0]
+        for vector in vectors[1:]:
+            indices, values = _space(len(total) + len(vector))
+            count = loops.merge(*_arrays(total), *_arrays(vector), _array(indices), _array(values))
+            total = _vector(indices, values, count, total.length)
+        return total
+
+    def restrict(self, vector: SparseVector, indices: Tensor) -> SparseVector:
+        kept, values = _space(len(vector) + 1)  # one more: the loop writes before it knows
+        count = loops.common(*_arrays(vector), _array(indices), _array(kept), _array(values))
+        return _vector(kept, values, count, vector.length)
+
+    def scatter(self, target: Tensor, vector: SparseVector) -> None:
+        if target.dtype == torch.float32 and target.is_contiguous():
+            loops.scatter(_array(target), *_arrays(vector))
+        else:
+            self._plain.scatter(target, vector)
+
+    def subtract(self, target: Tensor, vector: SparseVector) -> None:
+        loops.subtract(_array(target), *_arrays(vector))
+
+    def pack(self, indices: Tensor, width: int) -> Tensor:
+        dtype, most = digits(width)
+        span = int(indices[-1].item()) if len(indices) else 0
+        packed = torch.empty(len(indices) + span // most, dtype=dtype)
+        count = loops.pack(_array(indices), most, _unsigned(packed))
+        return packed[:count].view(torch.uint8)
+
+    def unpack(self, packed: Tensor, width: int, count: int) -> Tensor | None:
+        dtype, most = digits(width)
+        indices = torch.empty(count, dtype=torch.int64)
+        found = loops.unpack(_unsigned(packed.view(dtype)), most, _array(indices))
+        return indices if found == count else None
+
+    def hash_words(self, words: Tensor) -> int:
+        return int(np.uint64(loops.hash_words(_array(words))).astype(np.int64))
+
+
+def _array(tensor: Tensor) -> Array:
+    return cast("Array", tensor.detach().contiguous().numpy())
+
+
+def _arrays(vector: SparseVector) -> tuple[Array, Array]:
+    return _array(vector.indices), _array(vector.values)
+
+
+def _unsigned(tensor: Tensor) -> Array:
+    array = _array(tensor)
+    return array.view(f"u{array.itemsize}")
+
+
+def _space(room: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(room, dtype=torch.int64), torch.empty(room, dtype=torch.float32)
+
+
+def _vector(indices: Tensor, values: Tensor, count: int, length: int) -> SparseVector:
+    return SparseVector(indices[:count], values[:count], length)
+
+
+def _bits_of(floor: float) -> Any:
+    """Of the fp32 number; at least those of the smallest one, so that zero never reaches it."""
+    with np.errstate(over="ignore", under="ignore"):
+        bits = int(np.float32(floor).view(np.int32))
+    return np.int32(max(bits, _SMALLEST_BITS))
+
+
+def _float_of(bits: Any) -> float:
+    return float(np.int32(bits).view(np.float32))

@@ -1,0 +1,77 @@
+"""The kernels in plain torch: exact, for any device, the reference the fast ones are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oktopk.kernels.base import MAGNITUDE_BITS, Seen
+from oktopk.types import SparseVector, hash_words
+
+
+class TorchKernels:
+    """No state."""
+
+    def accumulate(
+        self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
+    ) -> Seen:
+        if residual is None:
+            out.copy_(gradient)
+        else:
+            torch.add(residual, gradient.to(torch.float32), out=out)
+        largest = out.abs().max() if out.numel() else torch.zeros(())
+        found = self.above(out, floor, room) if bool(torch.isfinite(largest)) else None
+        reached = found is None or len(found) > 0
+        return Seen(float(largest.item()) if reached else 0.0, None if found is None else found.to(home))
+
+    def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
+        indices = ((values.abs() >= floor) & (values != 0)).nonzero().squeeze(1)
+        return SparseVector.at(values, indices) if indices.numel() <= room else None
+
+    def kth_magnitude(self, values: Tensor, k: int) -> float:
+        return float(torch.topk(values.abs(), k, sorted=False).values.min().item())
+
+    def histogram(self, values: Tensor, prefix: int, shift: int, num_bits: int) -> Tensor:
+        bits = values.view(torch.int32) & MAGNITUDE_BITS
+        matching = bits[(bits >> shift >> num_bits) == prefix]
+        return torch.bincount((matching >> shift) & ((1 << num_bits) - 1), minlength=1 << num_bits)
+
+    def sum(self, vectors: Sequence[SparseVector]) -> SparseVector:
+        return SparseVector.sum(vectors)
+
+    def restrict(self, vector: SparseVector, indices: Tensor) -> SparseVector:
+        return vector.restrict_to(indices)
+
+    def scatter(self, target: Tensor, vector: SparseVector) -> None:
+        target[vector.indices] = vector.values.to(target.dtype)
+
+    def subtract(self, target: Tensor, vector: SparseVector) -> None:
+        target[vector.indices] -= vector.values
+
+    def pack(self, indices: Tensor, width: int) -> Tensor:
+        dtype, most = digits(width)
+        gaps = torch.diff(indices, prepend=indices.new_tensor([-1])) - 1
+        ends = torch.cumsum(gaps // most + 1, 0)
+        size = int(ends[-1].item()) if len(ends) else 0
+        packed = torch.full((size,), most, device=indices.device).to(dtype)
+        packed[ends - 1] = (gaps % most).to(dtype)
+        return packed.view(torch.uint8)
+
+    def unpack(self, packed: Tensor, width: int, count: int) -> Tensor | None:
+        dtype, most = digits(width)
+        steps = packed.view(dtype).to(torch.int64) & most
+        is_last = steps != most
+        after = torch.cumsum(steps + is_last, 0)
+        indices = after[is_last] - 1
+        ends_whole = steps.numel() == 0 or bool(is_last[-1].item())
+        return indices if indices.numel() == count and ends_whole else None
+
+    def hash_words(self, words: Tensor) -> int:
+        return int(hash_words(words).item())
+
+
+def digits(width: int) -> tuple[torch.dtype, int]:
+    """How a gap's digits are stored, and the digit that says "so many, and more follows"."""
+    return (torch.uint8, 0xFF) if width == 1 else (torch.int16, 0xFFFF)  # torch does little with uint16

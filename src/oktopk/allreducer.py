@@ -8,18 +8,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from oktopk.apply import write_mean
 from oktopk.comm.base import Communicator
 from oktopk.comm.counting import CountingCommunicator, Traffic
 from oktopk.guard import Guard
 from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
-from oktopk.precheck import NonFiniteGradientError, Verdict, agree
+from oktopk.precheck import NonFiniteGradientError, Verdict, agree, largest_safe
 from oktopk.reduce.base import Reducer, ReducerSettings
 from oktopk.reduce.dense import Dense
-from oktopk.registry import ReducerFactory, canonical_name, make_communicator, make_selector, reducer_factory
+from oktopk.reduce.exchange import Exchange
+from oktopk.registry import (
+    ReducerFactory,
+    canonical_name,
+    make_communicator,
+    make_kernels,
+    make_selector,
+    reducer_factory,
+)
 from oktopk.residual import ErrorFeedback, MomentumResidual, Residual
+from oktopk.select.bucket_selector import BucketSelector
 from oktopk.select.timing import TimedSelector
-from oktopk.settings import Settings
+from oktopk.settings import WIRE_DTYPES, Settings
 from oktopk.types import Bucket, Phase, Reduction, Slot, StepStats
 
 logger = logging.getLogger("oktopk")
@@ -66,16 +77,19 @@ class AllReducer:
             else getattr(compressor, "__name__", repr(compressor))
         )
         self._factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
-        self._selector = TimedSelector(make_selector(self.settings.selector))
+        self._kernels = make_kernels(self.settings.selector)
+        self._selector = TimedSelector(make_selector(self._kernels))
         self.comm = CountingCommunicator(
             make_communicator(comm, self.settings.timeout_s) if isinstance(comm, str) else comm
         )
         self._feedback: ErrorFeedback = (
-            MomentumResidual(self.settings.momentum_correction) if self.settings.momentum_correction else Residual()
+            MomentumResidual(self.settings.momentum_correction, self._kernels)
+            if self.settings.momentum_correction
+            else Residual(self._kernels)
         )
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
-        self._reducers: dict[str, tuple[tuple[Slot, ...], Reducer]] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._saved_reducers: dict[str, Any] = {}
         self._listeners: list[Listener] = []
         self._trainer_lists = TrainerLists(trainer, self.comm.rank)
@@ -123,8 +137,7 @@ class AllReducer:
             "step": self.step,
             "num_skipped_steps": self.num_skipped_steps,
             "feedback": self._feedback.state_dict(),
-            "reducers": self._saved_reducers
-            | {key: reducer.state_dict() for key, (_, reducer) in self._reducers.items()},
+            "reducers": self._saved_reducers | {key: lane.reducer.state_dict() for key, lane in self._lanes.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,7 +151,7 @@ class AllReducer:
             if state.get(key) != expected:
                 raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
         self._feedback.load_state_dict(state["feedback"])
-        self._reducers.clear()
+        self._lanes.clear()
         self._saved_reducers = dict(state["reducers"])
         self.step = int(state["step"])
         self.num_skipped_steps = int(state["num_skipped_steps"])
@@ -168,21 +181,24 @@ class AllReducer:
         for slot in bucket.slots:
             if slot.name in bucket.missing:
                 slot.part(bucket.gradient).zero_()
-        acc = self._feedback.compensate(bucket)
+        lane = self._lane(bucket)
+        is_dense = self._phase(bucket) == "dense"
+        k = bucket.numel if is_dense else self.settings.k_at(self.step, bucket.numel)
+        acc, largest = self._accumulate(bucket, lane.selector, 0 if is_dense else k)
         self._guard.before(self.step, acc)
-        verdict = agree(bucket, acc, self.comm)
+        verdict = agree(bucket, acc, largest, self.comm)
         if verdict.nonfinite:
             return self._refuse(bucket, _culprits(verdict))
         clock.stage("compensate")
         held = [(slot, slot.part(acc).clone()) for slot in verdict.unused]
         for slot, _ in held:  # nobody has a gradient for it: it must not move in this step
             slot.part(acc).zero_()
-        reducer, k = self._reducer_for(bucket)
         exchanged = Traffic.of(self.comm.take())
         self._selector.take()
-        reduction = reducer.reduce(acc, self.comm, k)
+        reduction = (self._dense if is_dense else lane.reducer).reduce(acc, self.comm, k)
+        lane.selector.forget()
         clock.stage("reduce")
-        rounding = write_mean(reduction.mean, bucket.gradient)
+        rounding = write_mean(reduction.mean, bucket.gradient, self._kernels)
         contribution = reduction.contribution
         if held and contribution is acc:
             contribution = acc.clone()
@@ -210,24 +226,41 @@ class AllReducer:
         self.last_step_skipped, self._skipping = self._skipping, False
         self.step += 1
 
-    def _reducer_for(self, bucket: Bucket) -> tuple[Reducer, int]:
-        """Who reduces this bucket in this step, and how many elements that should apply."""
-        if self._phase(bucket) == "dense":
-            return self._dense, bucket.numel
+    def _accumulate(self, bucket: Bucket, selector: BucketSelector, k: int) -> tuple[Tensor, float]:
+        """What is owed, and the largest magnitude of it or something safe."""
+        largest = 0.0
+        limit = largest_safe(self.comm.size)
+
+        def accumulate(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
+            nonlocal largest
+            largest = selector.accumulate(residual, gradient, out, k, limit)
+
+        acc = self._feedback.compensate(bucket, accumulate)
+        return acc, largest
+
+    def _lane(self, bucket: Bucket) -> _Lane:
+        """What belongs to this bucket's layout; layouts that DDP has given up are forgotten."""
         key = bucket.key
-        if key not in self._reducers:
+        if key not in self._lanes:
             settings = self.settings
+            selector = BucketSelector(self._selector, self._kernels, self.comm.home(bucket.gradient.device))
             reducer = self._factory(
-                ReducerSettings(selector=self._selector, tau=settings.tau, tau_prime=settings.tau_prime)
+                ReducerSettings(
+                    selector=selector,
+                    exchange=Exchange(self._kernels, WIRE_DTYPES[settings.wire_dtype]),
+                    thresholds=settings.thresholds,
+                    tau=settings.tau,
+                    tau_prime=settings.tau_prime,
+                )
             )
             if key in self._saved_reducers:
                 reducer.load_state_dict(self._saved_reducers.pop(key))
             names = {slot.name for slot in bucket.slots}
-            self._reducers = {  # layouts that DDP has given up are forgotten
-                old: entry for old, entry in self._reducers.items() if names.isdisjoint(slot.name for slot in entry[0])
+            self._lanes = {
+                old: lane for old, lane in self._lanes.items() if names.isdisjoint(slot.name for slot in lane.slots)
             }
-            self._reducers[key] = (bucket.slots, reducer)
-        return self._reducers[key][1], self.settings.k_at(self.step, bucket.numel)
+            self._lanes[key] = _Lane(bucket.slots, selector, reducer)
+        return self._lanes[key]
 
     def _phase(self, bucket: Bucket) -> Phase:
         early = self.step < self.settings.warmup_steps
@@ -295,6 +328,15 @@ class AllReducer:
         for stats in untold:
             for listener in (self._trainer_lists, *self._listeners):
                 listener(stats)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """What one bucket keeps from step to step."""
+
+    slots: tuple[Slot, ...]
+    selector: BucketSelector
+    reducer: Reducer
 
 
 class _Clock:

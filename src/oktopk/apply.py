@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from oktopk.kernels.base import Kernels
 from oktopk.residual import Update
 from oktopk.types import SparseVector
 
 
-def write_mean(mean: Update, target: Tensor) -> Update | None:
+def write_mean(mean: Update, target: Tensor, kernels: Kernels) -> Update | None:
     """Put `mean` into `target`; returns what the target's dtype rounded away (None: nothing)."""
     values = mean.values if isinstance(mean, SparseVector) else mean
     exact = target.dtype in (torch.float32, torch.float64)
@@ -18,7 +19,7 @@ def write_mean(mean: Update, target: Tensor) -> Update | None:
         target.copy_(stored)
         return None if exact else values - stored.float()
     target.zero_()
-    target[mean.indices] = stored.to(target.dtype)
+    kernels.scatter(target, SparseVector(mean.indices, stored, mean.length).to(target.device))
     return None if exact else SparseVector(mean.indices, values - stored.float(), mean.length)
 
 

@@ -27,13 +27,21 @@ class Verdict:
     """parameters without a gradient on any rank"""
 
 
-def agree(bucket: Bucket, acc: Tensor, comm: Communicator) -> Verdict:
-    """One small all_reduce of integers: P for the culprits, one for each parameter's use."""
+def largest_safe(num_ranks: int) -> float:
+    """The largest magnitude of which `num_ranks` can be summed in fp32."""
+    return _SAFE * torch.finfo(torch.float32).max / num_ranks
+
+
+def agree(bucket: Bucket, acc: Tensor, largest: float, comm: Communicator) -> Verdict:
+    """One small all_reduce of integers: P for the culprits, one for each parameter's use.
+
+    `largest` is the largest magnitude in `acc`, or any number that is safe.
+    """
     size, slots = comm.size, bucket.slots
     used = [int(slot.name not in bucket.missing) for slot in slots]
     votes = torch.tensor([0] * size + used, dtype=torch.int64)
-    votes[comm.rank] = _first_bad_slot(bucket, acc, size)
-    votes = votes.to(acc.device)
+    votes[comm.rank] = _first_bad_slot(bucket, acc, largest, size)
+    votes = votes.to(comm.home(acc.device))
     if size > 1:
         comm.all_reduce(votes)
     counted = ints(votes)
@@ -43,11 +51,10 @@ def agree(bucket: Bucket, acc: Tensor, comm: Communicator) -> Verdict:
     )
 
 
-def _first_bad_slot(bucket: Bucket, acc: Tensor, num_ranks: int) -> int:
+def _first_bad_slot(bucket: Bucket, acc: Tensor, largest: float, num_ranks: int) -> int:
     """The first parameter with NaN, Inf, or a value that P of its kind would sum to Inf; counted from 1, 0 for none."""
-    limit = _SAFE * torch.finfo(torch.float32).max / num_ranks
-    lowest, highest = torch.aminmax(acc)  # NaN passes through to both
-    if bool(((lowest >= -limit) & (highest <= limit)).item()):
+    limit = largest_safe(num_ranks)
+    if largest <= limit:  # NaN is not
         return 0
     position = int((~(acc.abs() <= limit)).nonzero()[0].item())
     return 1 + bucket.slots.index(bucket.slot_at(position))

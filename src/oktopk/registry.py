@@ -8,13 +8,17 @@ from typing import TypeVar
 
 from oktopk.comm.base import Communicator
 from oktopk.comm.simulator import SimulatedCommunicator, World
+from oktopk.kernels.base import Kernels
+from oktopk.kernels.by_device import ByDevice, best_kernels, numba_kernels, triton_kernels
+from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.reduce.base import Reducer, ReducerSettings
 from oktopk.reduce.dense import Dense
 from oktopk.reduce.gtopk import GTopk
-from oktopk.reduce.oktopk import OkTopk
+from oktopk.reduce.oktopk import oktopk
 from oktopk.reduce.topk_allgather import TopkA2, gaussiank, gaussiank_concat, topk_a, topk_a_opt
 from oktopk.reduce.topk_dsa import gaussiank_sa, topk_dsa
 from oktopk.select.base import Selector
+from oktopk.select.kernel_selector import KernelSelector
 from oktopk.select.torch_ops import TorchSelector
 
 T = TypeVar("T")
@@ -30,10 +34,15 @@ REDUCERS: Mapping[str, ReducerFactory] = {
     "gaussiank": gaussiank,
     "gaussiankconcat": gaussiank_concat,
     "gaussiankSA": gaussiank_sa,
-    "oktopk": OkTopk,
+    "oktopk": oktopk,
 }
 ALIASES: Mapping[str, str] = {"none": "dense", "topkSA": "topkDSA"}
-SELECTORS: Mapping[str, Callable[[], Selector]] = {"torch": TorchSelector}
+KERNELS: Mapping[str, Callable[[], Kernels]] = {
+    "auto": best_kernels,
+    "torch": TorchKernels,
+    "numba": lambda: ByDevice({"cpu": numba_kernels}),
+    "triton": lambda: ByDevice({"cuda": triton_kernels}),
+}
 
 
 def canonical_name(compressor: str) -> str:
@@ -48,8 +57,13 @@ def reducer_factory(compressor: str) -> ReducerFactory:
     return REDUCERS[canonical_name(compressor)]
 
 
-def make_selector(name: str) -> Selector:
-    return _look_up("selector", name, SELECTORS)()
+def make_kernels(name: str) -> Kernels:
+    """By the name of the setting `selector`. A name that is not `auto` is for one device; others get plain torch."""
+    return _look_up("selector", name, KERNELS)()
+
+
+def make_selector(kernels: Kernels) -> Selector:
+    return TorchSelector() if isinstance(kernels, TorchKernels) else KernelSelector(kernels)
 
 
 def make_communicator(name: str, timeout_s: float) -> Communicator:

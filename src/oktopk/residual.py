@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from oktopk.kernels.base import Kernels
+from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.types import Bucket, Slot, SparseVector
 
+PLAIN = TorchKernels()
 Update = Tensor | SparseVector
+Accumulate = Callable[[Tensor | None, Tensor, Tensor], None]
+"""(residual or None, gradient of any dtype, out): out = residual + gradient"""
+
+
+def plain_sum(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
+    if residual is None:
+        out.copy_(gradient)
+    else:
+        torch.add(residual, gradient.to(torch.float32), out=out)
 
 
 class ErrorFeedback(Protocol):
     """`compensate`, then `retain`, then `commit` or `roll_back`: once each for every bucket and step."""
 
-    def compensate(self, bucket: Bucket) -> Tensor:
-        """A new fp32 tensor: what is owed, this step's gradient included. What is stored stays as it is."""
+    def compensate(self, bucket: Bucket, accumulate: Accumulate = plain_sum) -> Tensor:
+        """An fp32 tensor: what is owed, this step's gradient included. What is stored stays as it is.
+
+        `accumulate` does the last addition; it may look at what comes out. The tensor is the caller's until `retain`.
+        """
         ...
 
     def retain(self, bucket: Bucket, acc: Tensor, contribution: Update, rounding: Update | None) -> Tensor | None:
@@ -74,10 +89,13 @@ class NamedBuffers:
         for slot in bucket.slots:
             self._views[slot.name] = slot.part(flat)
 
-    def drop(self, bucket: Bucket) -> None:
+    def take(self, bucket: Bucket) -> Tensor | None:
+        """Forget these parameters; returns their memory where it was one tensor, which nobody else holds any more."""
+        flat = self._flat.get(bucket.slots)
         self._forget_layouts_with(bucket)
         for slot in bucket.slots:
             self._views.pop(slot.name, None)
+        return flat
 
     def _forget_layouts_with(self, bucket: Bucket) -> None:
         """Of any of its parameters: their values live on in the views alone."""
@@ -100,35 +118,65 @@ class NamedBuffers:
         return loaded
 
 
+class _Spare:
+    """One buffer that a step has given up, for the next: pages that were touched before are cheap.
+
+    The largest of a size that was asked for is kept, no more: extra memory stays that of one bucket.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def take(self, like: Tensor) -> Tensor:
+        buffer = self._buffer
+        if buffer is not None and buffer.numel() == like.numel() and buffer.device == like.device:
+            self._buffer = None
+            return buffer
+        return torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+
+    def give(self, buffer: Tensor) -> None:
+        if buffer.device.type == "cpu" and (self._buffer is None or self._buffer.numel() <= buffer.numel()):
+            self._buffer = buffer
+
+
 class Residual:
     """fp32 residual for any gradient dtype, kept by parameter name."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels = PLAIN) -> None:
         self._memory = NamedBuffers()
         self._pending: list[tuple[Bucket, Tensor | None]] = []
+        self._kernels = kernels
+        self._spare = _Spare()
 
-    def compensate(self, bucket: Bucket) -> Tensor:
+    def compensate(self, bucket: Bucket, accumulate: Accumulate = plain_sum) -> Tensor:
         gradient = bucket.gradient.detach()
         residual = self._memory.get(bucket)
-        if residual is None:
-            return gradient.to(torch.float32, copy=True)
-        return residual.to(gradient.device) + gradient.to(torch.float32)
+        out = self._spare.take(gradient)
+        accumulate(None if residual is None else residual.to(gradient.device), gradient, out)
+        return out
 
     def retain(self, bucket: Bucket, acc: Tensor, contribution: Update, rounding: Update | None) -> Tensor | None:
         everything = contribution is acc and rounding is None
         if not everything:
-            _accumulate(acc, contribution, -1.0)
+            self._subtract(acc, contribution)
             if rounding is not None:
-                _accumulate(acc, rounding, 1.0)
+                self._subtract(acc, rounding.negate() if isinstance(rounding, SparseVector) else -rounding)
         left = None if everything else acc
         self._pending.append((bucket, left))
         return left
 
+    def _subtract(self, acc: Tensor, update: Update) -> None:
+        if isinstance(update, SparseVector):
+            self._kernels.subtract(acc, update.to(acc.device))
+        else:
+            acc.sub_(update)
+
     def commit(self) -> None:
         for bucket, left in self._pending:
-            if left is None:
-                self._memory.drop(bucket)
-            else:
+            old = self._memory.take(bucket)
+            if old is not None:
+                self._spare.give(old)
+            if left is not None:
                 self._memory.put(bucket, left)
         self._pending.clear()
 
@@ -154,24 +202,26 @@ class MomentumResidual:
     momentum SGD.
     """
 
-    def __init__(self, momentum: float) -> None:
+    def __init__(self, momentum: float, kernels: Kernels = PLAIN) -> None:
         self._momentum = momentum
-        self._residual = Residual()
+        self._residual = Residual(kernels)
         self._velocity = NamedBuffers()
         self._pending: dict[tuple[Slot, ...], tuple[Bucket, Tensor]] = {}
 
-    def compensate(self, bucket: Bucket) -> Tensor:
+    def compensate(self, bucket: Bucket, accumulate: Accumulate = plain_sum) -> Tensor:
         velocity = self._velocity.get(bucket)
         gradient = bucket.gradient.detach().to(torch.float32, copy=True)
         if velocity is not None:
             gradient.add_(velocity.to(gradient.device), alpha=self._momentum)
         self._pending[bucket.slots] = (bucket, gradient)
-        return self._residual.compensate(Bucket(gradient, bucket.slots))
+        return self._residual.compensate(Bucket(gradient, bucket.slots), accumulate)
 
     def retain(self, bucket: Bucket, acc: Tensor, contribution: Update, rounding: Update | None) -> Tensor | None:
         if isinstance(contribution, SparseVector):
             _, velocity = self._pending[bucket.slots]
-            velocity[contribution.indices] = 0.0
+            sent = contribution.to(acc.device)
+            mostly = 2.0 * sent.values.abs() > acc[sent.indices].abs()  # others only stand in for a sum's rounding
+            velocity[sent.indices[mostly]] = 0.0
         return self._residual.retain(bucket, acc, contribution, rounding)
 
     def commit(self) -> None:
@@ -192,10 +242,3 @@ class MomentumResidual:
         self._residual.load_state_dict({"residual": state["residual"]})
         self._velocity = velocity
         self._pending.clear()
-
-
-def _accumulate(acc: Tensor, update: Update, sign: float) -> None:
-    if isinstance(update, SparseVector):
-        acc[update.indices] += sign * update.values
-    else:
-        acc.add_(update, alpha=sign)

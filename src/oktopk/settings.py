@@ -9,9 +9,12 @@ from numbers import Real
 from typing import Any, Literal
 
 from oktopk.comm.base import DEFAULT_TIMEOUT_S
+from oktopk.reduce.base import Thresholds
+from oktopk.wire import ValueEncoding
 
 DensitySchedule = Callable[[int], float]
 NonFinitePolicy = Literal["raise", "skip"]
+WIRE_DTYPES = {encoding.name.lower(): encoding for encoding in ValueEncoding}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +34,15 @@ class Settings:
     tau: int = 64
     """Steps between two agreements on regions."""
     tau_prime: int = 32
-    """Steps between two exact thresholds."""
+    """Steps between two exact thresholds, where they are reused."""
     momentum_correction: float = 0.0
     """Momentum accumulated before compression (DGC); the optimizer then needs none of its own. 0: off."""
-    selector: str = "torch"
-    """Which kernels select."""
+    wire_dtype: str = "fp32"
+    """How values travel: `fp32`, or `bf16` in half the bytes; what rounding takes away stays in the residual."""
+    thresholds: Thresholds = "exact"
+    """oktopk: find thresholds anew in every step (`exact`), or `reuse` them for tau_prime steps, as in the paper."""
+    selector: str = "auto"
+    """Which kernels do the work: `auto` (the fastest for each device), `torch`, `numba` (CPU) or `triton` (CUDA)."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """How long a rank waits for the others before it gives up."""
 
@@ -52,8 +59,13 @@ class Settings:
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
-        if self.nonfinite not in ("raise", "skip"):
-            raise ValueError(f"nonfinite={self.nonfinite!r}: must be 'raise' or 'skip'")
+        for key, known in (
+            ("nonfinite", ("raise", "skip")),
+            ("wire_dtype", tuple(WIRE_DTYPES)),
+            ("thresholds", ("exact", "reuse")),
+        ):
+            if getattr(self, key) not in known:
+                raise ValueError(f"{key}={getattr(self, key)!r}: must be {' or '.join(map(repr, known))}")
         if not (_is_number(self.momentum_correction) and 0.0 <= self.momentum_correction < 1.0):
             raise ValueError(f"momentum_correction={self.momentum_correction!r}: must be a number in [0, 1)")
         if not (_is_number(self.timeout_s) and 0.0 < self.timeout_s < math.inf):

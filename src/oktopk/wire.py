@@ -2,9 +2,15 @@
 
 Layout, little-endian, `HEADER_BYTES` = 32 then the payload:
 
-    bytes 0-3  magic "OKTK"      byte 4  version      byte 5  index encoding      byte 6  value encoding      byte 7  0
+    bytes 0-3  magic "OKTK"   byte 4  version   byte 5  index encoding   byte 6  value encoding   byte 7  padding
     bytes 8-15  length of the vector      bytes 16-23  number of elements      bytes 24-31  checksum
-    payload: the indices, then the values
+    payload: the indices, `padding` (0 to 3) zero bytes, the values, zero bytes up to a whole number of 32-bit words
+
+Indices as gaps: the first index in 8 bytes, then how many elements are left out before each index, counted from the
+first; the gap g as g // 255 bytes of 255 ("so many, and more follows") and one of g % 255. In two-byte digits 65535
+takes the place of 255. At density 0.01 that is 1.08 bytes an index, where no code can do with less than 1.01. The
+shortest encoding is chosen by what it may cost at most, so it never exceeds 4 bytes an index (8 in a vector of more
+than 2^31 elements) and 8 bytes.
 
 The checksum is the sum, in 64 bits, of all other 32-bit words (read as signed), the i-th times (i * HASH_SPREAD) | 1:
 any single flipped bit changes it, and so does what was moved.
@@ -17,10 +23,15 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from oktopk.types import SparseVector, hash_words, ints
+from oktopk.kernels.base import Kernels
+from oktopk.kernels.torch_ops import TorchKernels, digits
+from oktopk.types import SparseVector, ints
 
 HEADER_BYTES = 32
-VERSION = 1
+VERSION = 2
+_FIRST_BYTES = 8
+_WORD_BYTES = 4
+_PLAIN = TorchKernels()
 _MAGIC = int.from_bytes(b"OKTK", "little")
 
 
@@ -34,102 +45,161 @@ class IndexEncoding(IntEnum):
     INT32 = 0
     INT64 = 1
     RANGE = 2
+    GAPS8 = 3
+    GAPS16 = 4
 
 
 class ValueEncoding(IntEnum):
     FP32 = 0
+    BF16 = 1
 
 
-_INDEX_DTYPE = {
+VALUE_DTYPES = {ValueEncoding.FP32: torch.float32, ValueEncoding.BF16: torch.bfloat16}
+_INDEX_DTYPES = {
     IndexEncoding.INT32: torch.int32,
     IndexEncoding.INT64: torch.int64,
     IndexEncoding.RANGE: torch.int64,
 }
-_VALUE_BYTES = {ValueEncoding.FP32: 4}
+_GAP_WIDTHS = {IndexEncoding.GAPS8: 1, IndexEncoding.GAPS16: 2}
 
 
-def index_bytes(encoding: IndexEncoding, count: int) -> int:
-    return _INDEX_DTYPE[encoding].itemsize * (1 if encoding is IndexEncoding.RANGE else count)
+def rounded(vector: SparseVector, encoding: ValueEncoding) -> SparseVector:
+    """With values that `encoding` carries exactly; what does not fit becomes the largest that does."""
+    if encoding is ValueEncoding.FP32:
+        return vector
+    dtype = VALUE_DTYPES[encoding]
+    limit = torch.finfo(dtype).max
+    return SparseVector(vector.indices, vector.values.clamp(-limit, limit).to(dtype).float(), vector.length)
 
 
-def encode(vector: SparseVector) -> Tensor:
-    """A new uint8 tensor on the vector's device."""
-    encoding = _index_encoding(vector)
+def encode(vector: SparseVector, values: ValueEncoding = ValueEncoding.FP32, kernels: Kernels = _PLAIN) -> Tensor:
+    """A new uint8 tensor on the vector's device. Values are cast: `rounded` says to what."""
     count = len(vector)
-    cut = HEADER_BYTES + index_bytes(encoding, count)
-    buffer = torch.empty(cut + 4 * count, dtype=torch.uint8, device=vector.values.device)
-    indices = vector.indices[:1] if encoding is IndexEncoding.RANGE else vector.indices
-    buffer[HEADER_BYTES:cut].view(_INDEX_DTYPE[encoding]).copy_(indices)
-    buffer[cut:].view(torch.float32).copy_(vector.values)
-    head = _MAGIC | VERSION << 32 | encoding << 40 | ValueEncoding.FP32 << 48
+    encoding, first = _index_encoding(vector)
+    parts: list[Tensor]
+    if encoding in _GAP_WIDTHS:
+        packed = kernels.pack(vector.indices - first, _GAP_WIDTHS[encoding])
+        parts = [vector.indices[:1].clone(memory_format=torch.contiguous_format).view(torch.uint8), packed]
+    else:
+        indices = vector.indices[:1] if encoding is IndexEncoding.RANGE else vector.indices
+        parts = [indices.to(_INDEX_DTYPES[encoding]).clone(memory_format=torch.contiguous_format).view(torch.uint8)]
+    index_size = sum(part.numel() for part in parts)
+    start = HEADER_BYTES + _whole_words(index_size)
+    stop = start + VALUE_DTYPES[values].itemsize * count
+    buffer = torch.empty(_whole_words(stop), dtype=torch.uint8, device=vector.values.device)
+    torch.cat(parts, out=buffer[HEADER_BYTES : HEADER_BYTES + index_size])
+    buffer[HEADER_BYTES + index_size : start] = 0
+    buffer[start:stop].view(VALUE_DTYPES[values]).copy_(vector.values)
+    buffer[stop:] = 0
+    padding = start - HEADER_BYTES - index_size
+    head = _MAGIC | VERSION << 32 | encoding << 40 | values << 48 | padding << 56
     header = buffer[:HEADER_BYTES].view(torch.int64)
     header.copy_(torch.tensor([head, vector.length, count, 0]))
-    header[3] = _checksum(buffer)
+    header[3] = kernels.hash_words(buffer.view(torch.int32))
     return buffer
 
 
-def decode(buffer: Tensor, length: int) -> SparseVector:
+def decode(buffer: Tensor, length: int, kernels: Kernels = _PLAIN) -> SparseVector:
     """The SparseVector of `length` that `encode` packed; WireError for anything else.
 
     The result owns its memory. Every size is checked against the buffer before it is used.
     """
-    count, encoding = _read_header(buffer, length)
-    cut = HEADER_BYTES + index_bytes(encoding, count)
-    packed = buffer[HEADER_BYTES:cut].clone()
-    if encoding is IndexEncoding.RANGE:
-        first = int(packed.view(torch.int64).item())
-        if not 0 <= first <= length - count:
-            raise WireError(f"range {first}+{count} lies outside a vector of length {length}")
-        indices = torch.arange(first, first + count, device=buffer.device)
-    else:
-        indices = packed.view(_INDEX_DTYPE[encoding]).to(torch.int64)
-        _check_indices(indices, length)
-    values = buffer[cut:].clone().view(torch.float32)
-    return SparseVector(indices, values, length)
+    aligned = buffer.clone()
+    count, index_encoding, value_encoding, padding = _read_header(aligned, length, kernels)
+    dtype = VALUE_DTYPES[value_encoding]
+    start = aligned.numel() - _whole_words(dtype.itemsize * count)
+    values = aligned[start : start + dtype.itemsize * count].view(dtype)
+    packed = aligned[HEADER_BYTES : start - padding]
+    indices = _decode_indices(packed, index_encoding, count, length, kernels)
+    return SparseVector(indices, values.float() if values.dtype != torch.float32 else values, length)
 
 
 def split_index_and_value(buffer: Tensor) -> tuple[Tensor, Tensor]:
     """The two halves of an encoded buffer (header and indices, values), as views: together they decode again."""
     words = ints(buffer[:HEADER_BYTES].clone().view(torch.int64))
-    cut = HEADER_BYTES + index_bytes(IndexEncoding(words[0] >> 40 & 0xFF), words[2])
+    itemsize = VALUE_DTYPES[ValueEncoding(words[0] >> 48 & 0xFF)].itemsize
+    cut = buffer.numel() - _whole_words(itemsize * words[2])
     return buffer[:cut], buffer[cut:]
 
 
-def _index_encoding(vector: SparseVector) -> IndexEncoding:
-    count = len(vector)
-    if count > 2:  # a run of two is not worth asking the device for its ends
-        ends = vector.indices[:: count - 1]
-        if int((ends[1] - ends[0]).item()) == count - 1:
-            return IndexEncoding.RANGE
-    return IndexEncoding.INT32 if vector.length <= 2**31 else IndexEncoding.INT64
+def _index_encoding(vector: SparseVector) -> tuple[IndexEncoding, int]:
+    """The shortest, by the most bytes it may need, and the first index."""
+    plain, count = IndexEncoding.INT32 if vector.length <= 2**31 else IndexEncoding.INT64, len(vector)
+    if count <= 2:  # not worth asking the device for the ends
+        return plain, 0
+    first, last = ints(vector.indices[:: count - 1])
+    span = last - first
+    if span == count - 1:
+        return IndexEncoding.RANGE, first
+    most_bytes = {plain: _INDEX_DTYPES[plain].itemsize * count}
+    for encoding, width in _GAP_WIDTHS.items():
+        most_bytes[encoding] = _FIRST_BYTES + width * (count + span // digits(width)[1])
+    return min(most_bytes, key=lambda encoding: most_bytes[encoding]), first
 
 
-def _read_header(buffer: Tensor, length: int) -> tuple[int, IndexEncoding]:
+def _decode_indices(packed: Tensor, encoding: IndexEncoding, count: int, length: int, kernels: Kernels) -> Tensor:
+    if encoding in (IndexEncoding.INT32, IndexEncoding.INT64):
+        indices = packed.view(_INDEX_DTYPES[encoding]).to(torch.int64)
+        _check_indices(indices, length)
+        return indices
+    first = int(packed[:_FIRST_BYTES].view(torch.int64).item())
+    if encoding is IndexEncoding.RANGE:
+        if not 0 <= first <= length - count:
+            raise WireError(f"range {first}+{count} lies outside a vector of length {length}")
+        return torch.arange(first, first + count, device=packed.device)
+    offsets = kernels.unpack(packed[_FIRST_BYTES:], _GAP_WIDTHS[encoding], count)
+    if offsets is None:
+        raise WireError(f"the gaps are not those of {count} indices")
+    last = first + (int(offsets[-1].item()) if count else 0)
+    if not (first >= 0 and last < length):
+        raise WireError(f"indices {first} to {last} lie outside a vector of length {length}")
+    return offsets.add_(first)
+
+
+def _whole_words(size: int) -> int:
+    return -(-size // _WORD_BYTES) * _WORD_BYTES
+
+
+def _read_header(buffer: Tensor, length: int, kernels: Kernels) -> tuple[int, IndexEncoding, ValueEncoding, int]:
+    """Number of elements, the encodings, and the padding behind the indices."""
     size = buffer.numel()
     if buffer.dtype != torch.uint8 or buffer.dim() != 1:
         raise WireError(f"expected a flat uint8 buffer, got {buffer.dtype} of shape {tuple(buffer.shape)}")
     if size < HEADER_BYTES:
         raise WireError(f"buffer of {size} bytes is shorter than the {HEADER_BYTES}-byte header")
-    words = ints(buffer[:HEADER_BYTES].clone().view(torch.int64))
-    head, sent_length, count, checksum = words
+    head, sent_length, count, checksum = ints(buffer[:HEADER_BYTES].view(torch.int64))
     if head & 0xFFFFFFFF != _MAGIC:
         raise WireError(f"foreign buffer: it starts with {head & 0xFFFFFFFF:#010x}, not {_MAGIC:#010x}")
-    version, index_code, value_code, reserved = head.to_bytes(8, "little", signed=True)[4:]
+    version, index_code, value_code, padding = head.to_bytes(8, "little", signed=True)[4:]
     if version != VERSION:
         raise WireError(f"wire version {version}, this library speaks {VERSION}")
-    if index_code not in list(IndexEncoding) or value_code not in list(ValueEncoding) or reserved:
-        raise WireError(f"unknown encoding: index {index_code}, value {value_code}, reserved {reserved}")
+    if index_code not in list(IndexEncoding) or value_code not in list(ValueEncoding) or padding >= _WORD_BYTES:
+        raise WireError(f"unknown encoding: index {index_code}, value {value_code}, padding {padding}")
     if sent_length != length:
         raise WireError(f"vector of length {sent_length}, expected {length}")
     if not 0 <= count <= length:
         raise WireError(f"{count} elements in a vector of length {length}")
-    encoding = IndexEncoding(index_code)
-    expected = HEADER_BYTES + index_bytes(encoding, count) + _VALUE_BYTES[ValueEncoding(value_code)] * count
-    if size != expected:
-        raise WireError(f"buffer of {size} bytes, its header announces {expected}")
-    if int(_checksum(buffer).item()) != checksum:
+    index_encoding, value_encoding = IndexEncoding(index_code), ValueEncoding(value_code)
+    _check_size(size, count, index_encoding, value_encoding, padding)
+    words = buffer.view(torch.int32).clone()
+    words[6:8] = 0
+    if kernels.hash_words(words) != checksum:
         raise WireError("checksum does not match: the buffer was damaged on its way")
-    return count, encoding
+    return count, index_encoding, value_encoding, padding
+
+
+def _check_size(size: int, count: int, index: IndexEncoding, value: ValueEncoding, padding: int) -> None:
+    """What is not gaps has a size known beforehand; gaps are at least one digit each."""
+    index_size = size - HEADER_BYTES - _whole_words(VALUE_DTYPES[value].itemsize * count) - padding
+    if index in _GAP_WIDTHS:
+        least = _FIRST_BYTES + _GAP_WIDTHS[index] * count
+        if size % _WORD_BYTES or index_size < least or (index_size - _FIRST_BYTES) % _GAP_WIDTHS[index]:
+            raise WireError(f"buffer of {size} bytes, its header announces {count} gaps: cut off, or not whole")
+        return
+    expected = _INDEX_DTYPES[index].itemsize * (1 if index is IndexEncoding.RANGE else count)
+    if padding or index_size != expected:
+        expected += size - index_size
+        raise WireError(f"buffer of {size} bytes, its header announces {expected}")
 
 
 def _check_indices(indices: Tensor, length: int) -> None:
@@ -139,10 +209,3 @@ def _check_indices(indices: Tensor, length: int) -> None:
     first, last = int(indices[0].item()), int(indices[-1].item())
     if not ordered or first < 0 or last >= length:
         raise WireError(f"indices are not strictly increasing within 0..{length - 1}")
-
-
-def _checksum(buffer: Tensor) -> Tensor:
-    """Of all words but the checksum's own; every part is a whole number of 32-bit words."""
-    words = buffer.clone().view(torch.int32)  # a clone is aligned, wherever the buffer came from
-    words[6:8] = 0
-    return hash_words(words)

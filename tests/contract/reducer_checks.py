@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from oktopk.comm import CommRecord, CountingCommunicator
 from oktopk.comm.base import Communicator
 from oktopk.reduce import ReducerSettings
-from oktopk.registry import make_communicator, make_selector, reducer_factory
+from oktopk.reduce.exchange import Exchange
+from oktopk.registry import make_communicator, make_kernels, make_selector, reducer_factory
+from oktopk.settings import WIRE_DTYPES
 from oktopk.types import Reduction, SparseVector
 from tests import gradients
 
@@ -27,6 +30,9 @@ class Case:
     seed: int = 0
     tau: int = 64
     tau_prime: int = 32
+    kernels: str = "auto"
+    wire_dtype: str = "fp32"
+    thresholds: Literal["exact", "reuse"] = "exact"
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,14 @@ class Step:
 def drive(comm: Communicator, case: Case) -> list[Step]:
     """`case.steps` steps of acc = residual + gradient, reduce, residual = acc - contribution, on one rank."""
     source = gradients.Synthetic(case.n, comm.rank) if case.kind == "synthetic" else None
-    settings = ReducerSettings(selector=make_selector("torch"), tau=case.tau, tau_prime=case.tau_prime)
+    kernels = make_kernels(case.kernels)
+    settings = ReducerSettings(
+        selector=make_selector(kernels),
+        exchange=Exchange(kernels, WIRE_DTYPES[case.wire_dtype]),
+        thresholds=case.thresholds,
+        tau=case.tau,
+        tau_prime=case.tau_prime,
+    )
     reducer = reducer_factory(case.reducer)(settings)
     counting = CountingCommunicator(comm)
     residual = torch.zeros(case.n)

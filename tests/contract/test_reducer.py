@@ -181,10 +181,10 @@ def test_ties_do_not_break_the_bound_of_oktopk(kind: str, size: int) -> None:
 
 
 def test_the_global_threshold_is_reused_between_recomputes() -> None:
-    """Once residuals have settled, only every tau' = 32 steps: an exact one takes four all_reduces of 256 counts."""
-    case = Case("oktopk", "normal", n=2000, k=200, steps=STEPS)
+    """Once residuals have settled, only every tau' = 32 steps: an exact one takes several all_reduces of 256 counts."""
+    case = Case("oktopk", "normal", n=2000, k=200, steps=STEPS, thresholds="reuse")
     steps = simulate(4, lambda comm: drive(comm, case))[0]
-    exact = [number for number, step in enumerate(steps) if sum(r.operation == "all_reduce" for r in step.traffic) > 3]
+    exact = [number for number, step in enumerate(steps) if sum(r.operation == "all_reduce" for r in step.traffic) > 2]
     assert [number for number in exact if number > 20] == [32, 64]
 
 

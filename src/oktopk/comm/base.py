@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -40,6 +40,17 @@ class Communicator(Protocol):
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """`buffers[j]` goes to rank j; the result holds at i what rank i sent here."""
+        ...
+
+    def all_to_all_each(self, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
+        """As all_to_all_v, one by one, by rank: each when it is there, while others may still be on their way.
+
+        To be read to its end, before anything else is called.
+        """
+        ...
+
+    def home(self, device: torch.device) -> torch.device:
+        """Where buffers made from tensors on `device` are best kept: the host, if they must pass through it."""
         ...
 
     def send(self, buffer: Tensor, peer: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,29 @@ class CountingCommunicator:
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         return self._swap("all_to_all_v", buffers, lambda: self._inner.all_to_all_v(buffers))
+
+    def all_to_all_each(self, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Its time is what was spent waiting, without what is done with a buffer before the next is asked for."""
+        start = time.monotonic()
+        arriving = self._inner.all_to_all_each(buffers)
+        incoming: list[Tensor] = []
+        seconds = time.monotonic() - start
+        while True:
+            waiting = time.monotonic()
+            buffer = next(arriving, None)
+            seconds += time.monotonic() - waiting
+            if buffer is None:
+                break
+            incoming.append(buffer)
+            yield buffer
+        sent, messages_sent = _volume([b for peer, b in enumerate(buffers) if peer != self.rank])
+        received, messages_received = _volume([b for peer, b in enumerate(incoming) if peer != self.rank])
+        self._records.append(
+            CommRecord("all_to_all_v", None, sent, received, messages_sent, messages_received, start, seconds)
+        )
+
+    def home(self, device: torch.device) -> torch.device:
+        return self._inner.home(device)
 
     def send(self, buffer: Tensor, peer: int) -> None:
         moved, messages = _volume([buffer])

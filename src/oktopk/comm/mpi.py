@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -52,17 +53,29 @@ class MpiCommunicator(PairwiseExchange):
             self._comm.Free()
         self._comm = None
 
-    def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
-        staged = [(target, target if target.device.type == "cpu" else target.cpu(), peer) for peer, target in receives]
-        requests = [self._comm.Irecv(buffer.numpy(), source=peer) for _, buffer, peer in staged]
+    def home(self, device: torch.device) -> torch.device:  # noqa: ARG002 - whatever it was
+        return torch.device("cpu")
+
+    def _arrivals(self, operation: str, sends: Messages, receives: Messages) -> Generator[Tensor]:
+        staged = [(target, target if target.device.type == "cpu" else target.cpu()) for _, target in receives]
+        requests = [
+            self._comm.Irecv(buffer.numpy(), source=peer)
+            for (peer, _), (_, buffer) in zip(receives, staged, strict=True)
+        ]
         outgoing = [(buffer.cpu().contiguous(), peer) for peer, buffer in sends]
-        requests += [self._comm.Isend(buffer.numpy(), dest=peer) for buffer, peer in outgoing]
-        self._wait(operation, requests, sorted({peer for peer, _ in (*sends, *receives)}))
-        for target, buffer, _ in staged:
+        sending = [self._comm.Isend(buffer.numpy(), dest=peer) for buffer, peer in outgoing]
+        peers = sorted({peer for peer, _ in (*sends, *receives)})
+        for number, (target, buffer) in enumerate(staged):
+            self._wait(operation, requests[number : number + 1], peers, requests + sending)
             if buffer is not target:
                 target.copy_(buffer)
+            yield target
+        self._wait(operation, sending, peers)
 
-    def _wait(self, operation: str, requests: list[Any], peers: list[int] | None = None) -> None:
+    def _wait(
+        self, operation: str, requests: list[Any], peers: list[int] | None = None, pending: list[Any] | None = None
+    ) -> None:
+        """For `requests`; `pending` are those that are under way with them."""
         deadline = time.monotonic() + self._timeout_s
         spins = 0
         while not MPI.Request.Testall(requests):
@@ -71,7 +84,7 @@ class MpiCommunicator(PairwiseExchange):
                 time.sleep(_NAP_S)
             if time.monotonic() > deadline:
                 self._gave_up = True
-                atexit.register(_abort, requests)
+                atexit.register(_abort, pending or requests)
                 whom = f" with ranks {peers}" if peers else ""
                 raise CommunicationError(
                     f"rank {self.rank} of {self.size}: {operation}{whom} failed (timeout {self._timeout_s:g} s): "

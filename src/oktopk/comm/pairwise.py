@@ -7,7 +7,7 @@ Every message is known, so what is counted is what moved: 8 bytes of length to e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,13 +25,19 @@ class PairwiseExchange(ABC):
     size: int
 
     @abstractmethod
-    def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
-        """Send and receive all at once, in the order given; returns when every buffer is filled and free."""
+    def _arrivals(self, operation: str, sends: Messages, receives: Messages) -> Generator[Tensor]:
+        """Send and receive all at once; yields the buffers of `receives` in the order given, each when it is filled.
+
+        When it has ended, the buffers of `sends` are free.
+        """
 
     def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
-        return self._swap("all_gather_v", [buffer] * self.size)
+        return list(self._swap("all_gather_v", [buffer] * self.size))
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        return list(self.all_to_all_each(buffers))
+
+    def all_to_all_each(self, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
         if len(buffers) != self.size:
             raise ValueError(f"all_to_all_v needs one buffer for each of {self.size} ranks, got {len(buffers)}")
         return self._swap("all_to_all_v", buffers)
@@ -49,27 +55,36 @@ class PairwiseExchange(ABC):
             self._exchange("recv", [], [(peer, buffer)])
         return buffer
 
-    def _swap(self, operation: str, outgoing: Sequence[Tensor]) -> list[Tensor]:
+    def _swap(self, operation: str, outgoing: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What arrives, by rank."""
         device = outgoing[self.rank].device
-        # Rank r starts with r + 1 and listens to r - 1, so that no rank is flooded.
+        # Rank r starts with r + 1, r + 2 and so on, so that no rank is flooded.
         targets = [(self.rank + shift) % self.size for shift in range(1, self.size)]
-        sources = [(self.rank - shift) % self.size for shift in range(1, self.size)]
-        lengths = {peer: torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=device) for peer in sources}
+        sources = [peer for peer in range(self.size) if peer != self.rank]
+        lengths = [torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=device) for _ in sources]
         self._exchange(
             operation,
             [(peer, _length_of(outgoing[peer])) for peer in targets],
-            [(peer, lengths[peer]) for peer in sources],
+            list(zip(sources, lengths, strict=True)),
         )
-        incoming = {
-            peer: torch.empty(_read_length(lengths[peer]), dtype=torch.uint8, device=device) for peer in sources
-        }
-        incoming[self.rank] = outgoing[self.rank].clone()
-        self._exchange(
+        incoming = [torch.empty(_read_length(length), dtype=torch.uint8, device=device) for length in lengths]
+        arriving = self._arrivals(
             operation,
             [(peer, outgoing[peer]) for peer in targets if outgoing[peer].numel()],
-            [(peer, incoming[peer]) for peer in sources if incoming[peer].numel()],
+            [(peer, buffer) for peer, buffer in zip(sources, incoming, strict=True) if buffer.numel()],
         )
-        return [incoming[peer] for peer in range(self.size)]
+        incoming.insert(self.rank, outgoing[self.rank].clone())
+        return self._hand_out(incoming, arriving)
+
+    def _hand_out(self, incoming: list[Tensor], arriving: Iterator[Tensor]) -> Iterator[Tensor]:
+        for peer, buffer in enumerate(incoming):
+            yield next(arriving) if buffer.numel() and peer != self.rank else buffer
+        for _ in arriving:  # whatever is still on its way out
+            pass
+
+    def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
+        for _ in self._arrivals(operation, sends, receives):
+            pass
 
 
 def _length_of(buffer: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -175,6 +175,12 @@ class SimulatedCommunicator:
         copies = [buffer.clone() for buffer in buffers]
         column: list[Tensor] = self._collective("all_to_all_v", copies, _transpose)
         return column
+
+    def all_to_all_each(self, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
+        return iter(self.all_to_all_v(buffers))
+
+    def home(self, device: torch.device) -> torch.device:
+        return device
 
     def send(self, buffer: Tensor, peer: int) -> None:
         check_buffer(buffer)

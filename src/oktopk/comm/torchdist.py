@@ -67,22 +67,35 @@ class TorchDistCommunicator(PairwiseExchange):
             dist.destroy_process_group(self._group)
         self.size = 0
 
-    def _exchange(self, operation: str, sends: Messages, receives: Messages) -> None:
+    def home(self, device: torch.device) -> torch.device:
+        return torch.device("cpu") if self._on_host else device
+
+    def _arrivals(self, operation: str, sends: Messages, receives: Messages) -> Generator[Tensor]:
         staged = [(peer, target, self._stage(target, copy=False)) for peer, target in receives]
         operations = [dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer) for peer, _, buffer in staged]
         operations += [
             dist.P2POp(dist.isend, self._stage(buffer, copy=True), group=self._group, group_peer=peer)
             for peer, buffer in sends
         ]
-        if not operations:
-            return
         peers = sorted({peer for peer, _ in (*sends, *receives)})
         with self._named(operation, peers):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        for _, target, buffer in staged:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        one_each = len(works) == len(operations)  # NCCL gives one for all
+        if not one_each:
+            self._await(operation, peers, works)
+        for number, (_, target, buffer) in enumerate(staged):
+            if one_each:
+                self._await(operation, peers, works[number : number + 1])
             if buffer is not target:
                 target.copy_(buffer)
+            yield target
+        if one_each:
+            self._await(operation, peers, works[len(staged) :])
+
+    def _await(self, operation: str, peers: list[int], works: list[dist.Work]) -> None:
+        with self._named(operation, peers):
+            for work in works:
+                work.wait()
 
     def _stage(self, tensor: Tensor, copy: bool) -> Tensor:
         """Where the backend can reach it: the tensor itself, or its place (copy=False) or copy on the host."""

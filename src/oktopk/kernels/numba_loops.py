@@ -5,7 +5,7 @@ the bits of one integer, so that elements which are not worth sending cost no br
 """
 
 # What Numba compiles carries no types that a checker could follow, and numba itself ships none.
-# pyright: basic, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
+# pyright: basic, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false, reportCallIssue=false
 
 from __future__ import annotations
 

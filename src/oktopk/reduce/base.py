@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
+from oktopk.reduce.exchange import Exchange
 from oktopk.select.base import Selector
 from oktopk.types import Reduction
+
+Thresholds = Literal["exact", "reuse"]
 
 
 class Reducer(Protocol):
@@ -33,10 +36,13 @@ class ReducerSettings:
     """What reducers are made from."""
 
     selector: Selector
+    exchange: Exchange
+    thresholds: Thresholds = "exact"
+    """Find thresholds anew in every step, or reuse them for `tau_prime` steps (oktopk)."""
     tau: int = 64
     """Steps between two agreements on regions (oktopk)."""
     tau_prime: int = 32
-    """Steps between two exact thresholds (oktopk, topkAopt)."""
+    """Steps between two exact thresholds (topkAopt, and oktopk where it reuses them)."""
 
     def __post_init__(self) -> None:
         for key in ("tau", "tau_prime"):

@@ -1,32 +1,80 @@
-"""The two ways sparse vectors meet: everyone gets everything, or each region is summed by its owner."""
+"""The ways sparse vectors meet: everyone gets everything, each region is summed by its owner, pairs change hands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from oktopk import wire
 from oktopk.comm.base import Communicator
+from oktopk.kernels.base import Kernels
 from oktopk.types import SparseVector
 
-
-def gather(mine: SparseVector, comm: Communicator) -> list[SparseVector]:
-    """Everyone's vector, by rank: one message to each peer."""
-    return [wire.decode(buffer, mine.length) for buffer in comm.all_gather_v(wire.encode(mine))]
+_BATCH = 4
 
 
-def gather_in_two_messages(mine: SparseVector, comm: Communicator) -> list[SparseVector]:
-    """As `gather`, with indices and values travelling separately."""
-    indices, values = wire.split_index_and_value(wire.encode(mine))
-    halves = zip(comm.all_gather_v(indices), comm.all_gather_v(values), strict=True)
-    return [wire.decode(torch.cat(pair), mine.length) for pair in halves]
+@dataclass(frozen=True)
+class Exchange:
+    """Packs with these kernels, sends values in this encoding.
 
+    Whoever sends values rounds them first and stands in for the difference: see `rounded`.
+    """
 
-def reduce_regions(mine: SparseVector, boundaries: Sequence[int], comm: Communicator) -> SparseVector:
-    """Send each region to its owner; sum what arrives for ours, in rank order."""
-    pieces = [wire.encode(piece) for piece in mine.split(boundaries)]
-    return SparseVector.sum([wire.decode(buffer, mine.length) for buffer in comm.all_to_all_v(pieces)])
+    kernels: Kernels
+    values: wire.ValueEncoding = wire.ValueEncoding.FP32
+
+    def rounded(self, vector: SparseVector) -> tuple[SparseVector, SparseVector | None]:
+        """As it will arrive, and what that is more than it was; None: it is the same."""
+        sent = wire.rounded(vector, self.values)
+        if sent is vector:
+            return vector, None
+        return sent, SparseVector(vector.indices, sent.values - vector.values, vector.length)
+
+    def encode(self, vector: SparseVector) -> Tensor:
+        return wire.encode(vector, self.values, self.kernels)
+
+    def decode(self, buffer: Tensor, length: int) -> SparseVector:
+        return wire.decode(buffer, length, self.kernels)
+
+    def gather(self, mine: SparseVector, comm: Communicator) -> list[SparseVector]:
+        """Everyone's vector, by rank: one message to each peer."""
+        return [self.decode(buffer, mine.length) for buffer in comm.all_gather_v(self.encode(mine))]
+
+    def gather_in_two_messages(self, mine: SparseVector, comm: Communicator) -> list[SparseVector]:
+        """As `gather`, with indices and values travelling separately."""
+        indices, values = wire.split_index_and_value(self.encode(mine))
+        halves = zip(comm.all_gather_v(indices), comm.all_gather_v(values), strict=True)
+        return [self.decode(torch.cat(pair), mine.length) for pair in halves]
+
+    def reduce_regions(self, mine: SparseVector, boundaries: Sequence[int], comm: Communicator) -> SparseVector:
+        """Send each region to its owner; sum what arrives for ours, a few at a time while the next are on their way.
+
+        In rank order: the same bits wherever the boundaries lie.
+        """
+        pieces = [self.encode(piece) for piece in mine.split(boundaries)]
+        arrived: list[SparseVector] = []
+        for buffer in comm.all_to_all_each(pieces):
+            arrived.append(self.decode(buffer, mine.length))
+            if len(arrived) > _BATCH:
+                arrived = [self.kernels.sum(arrived)]
+        return self.kernels.sum(arrived)
+
+    def rebalance(self, mine: SparseVector, shares: Sequence[int], comm: Communicator) -> SparseVector:
+        """Move pairs between ranks so that each holds an equal part of the whole, in the same ascending order.
+
+        `shares` are everyone's counts; `mine` are this rank's, which lie behind those of all lower ranks.
+        """
+        whole, start = sum(shares), sum(shares[: comm.rank])
+        edges = [whole * rank // comm.size - start for rank in range(comm.size + 1)]
+        inside = [min(max(edge, 0), len(mine)) for edge in edges]
+        nothing = torch.empty(0, dtype=torch.uint8, device=mine.indices.device)
+        pieces = [mine.slice(*inside[rank : rank + 2]) for rank in range(comm.size)]
+        received = comm.all_to_all_v([self.encode(piece) if len(piece) else nothing for piece in pieces])
+        arrived = [self.decode(buffer, mine.length) for buffer in received if buffer.numel()]
+        return join(arrived) if arrived else mine.slice(0, 0)
 
 
 def join(pieces: Sequence[SparseVector]) -> SparseVector:

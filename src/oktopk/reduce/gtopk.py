@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from oktopk import wire
 from oktopk.comm.base import Communicator
 from oktopk.reduce.base import ReducerSettings, Stateless
 from oktopk.reduce.exchange import mean_of
@@ -15,26 +14,31 @@ from oktopk.types import Reduction, SparseVector
 class GTopk(Stateless):
     """Sends at most 4k log2(P) elements, for any P.
 
-    A sum that a merge drops goes into the residual of the rank that dropped it: `contribution` is what this rank
-    chose, less what it dropped.
+    A sum that a merge drops goes into the residual of the rank that dropped it, as does what a sum loses to the wire's
+    rounding: `contribution` is what this rank chose, less what it dropped.
     """
 
     def __init__(self, settings: ReducerSettings) -> None:
         self._selector = settings.selector
+        self._exchange = settings.exchange
 
     def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
         chosen = self._selector.top_k(acc, k)
+        device, exchange = chosen.indices.device, self._exchange
         best, contribution = chosen, chosen
         parent, children = _relatives(comm.rank, comm.size)
         for child in children:
-            merged = best.add(wire.decode(comm.recv(child, acc.device), acc.numel()))
+            merged = exchange.kernels.sum([best, exchange.decode(comm.recv(child, device), acc.numel())])
             best, dropped = self._keep(merged, k)
-            contribution = contribution.add(dropped.negate())
+            contribution = exchange.kernels.sum([contribution, dropped.negate()])
+        best, gained = exchange.rounded(best)
+        if gained is not None:
+            contribution = exchange.kernels.sum([contribution, gained])
         if parent is not None:
-            comm.send(wire.encode(best), parent)
-            best = wire.decode(comm.recv(parent, acc.device), acc.numel())
+            comm.send(exchange.encode(best), parent)
+            best = exchange.decode(comm.recv(parent, device), acc.numel())
         for child in reversed(children):
-            comm.send(wire.encode(best), child)
+            comm.send(exchange.encode(best), child)
         return Reduction(
             mean_of(best, comm.size),
             contribution,

@@ -1,14 +1,10 @@
-"""Cutting the index space into one region for each rank, and sharing out pairs evenly."""
+"""Cutting the index space into one region for each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from oktopk import wire
 from oktopk.comm.base import Communicator
-from oktopk.reduce.exchange import join
 from oktopk.types import SparseVector, ints
 
 
@@ -33,20 +29,3 @@ def balanced_boundaries(chosen: SparseVector, comm: Communicator) -> list[int]:
     if size > 1:
         comm.all_reduce(cuts)
     return [0, *ints(cuts // size), chosen.length]
-
-
-def rebalance(mine: SparseVector, shares: Sequence[int], comm: Communicator) -> SparseVector:
-    """Move pairs between ranks so that each holds an equal part of the whole, in the same ascending order.
-
-    `shares` are everyone's counts; `mine` are this rank's, which lie behind those of all lower ranks.
-    """
-    edges = equal_boundaries(sum(shares), comm.size)
-    start = sum(shares[: comm.rank])
-    pieces = [
-        mine.slice(*(min(max(edge - start, 0), len(mine)) for edge in edges[rank : rank + 2]))
-        for rank in range(comm.size)
-    ]
-    nothing = torch.empty(0, dtype=torch.uint8, device=mine.indices.device)
-    received = comm.all_to_all_v([wire.encode(piece) if len(piece) else nothing for piece in pieces])
-    arrived = [wire.decode(buffer, mine.length) for buffer in received if buffer.numel()]
-    return join(arrived) if arrived else mine.slice(0, 0)

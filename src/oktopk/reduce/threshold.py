@@ -1,19 +1,15 @@
-"""Choosing this rank's elements, and the threshold all ranks share."""
+"""Choosing this rank's elements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from oktopk.comm.base import Communicator
 from oktopk.reduce.base import Stateless
 from oktopk.select.base import Selector
 from oktopk.types import SparseVector
-
-_RADIX_BITS = 8  # magnitudes of fp32 are ordered like their bits: 4 digits of 8 bits
 
 
 class Choice(Protocol):
@@ -95,24 +91,3 @@ class ReusedThreshold:
 
 def smallest_magnitude(vector: SparseVector) -> float:
     return float(vector.values.abs().min().item()) if len(vector) else 0.0
-
-
-def global_kth_magnitude(mine: SparseVector, comm: Communicator, k: int) -> float:
-    """The exact k-th largest magnitude among all ranks' (disjoint) vectors; 0.0 where there are fewer than k.
-
-    Radix selection: four small all_reduces whatever n, k and P are, one for each 8-bit digit, highest first.
-    """
-    bits = mine.values.abs().view(torch.int32)
-    prefix, wanted = 0, k
-    for shift in range(32 - _RADIX_BITS, -1, -_RADIX_BITS):
-        matching = bits[(bits >> (shift + _RADIX_BITS)) == prefix] if shift < 32 - _RADIX_BITS else bits
-        digits = (matching >> shift) & ((1 << _RADIX_BITS) - 1)
-        histogram = torch.bincount(digits, minlength=1 << _RADIX_BITS)
-        comm.all_reduce(histogram)
-        at_or_above = histogram.flip(0).cumsum(0).flip(0)
-        if int(at_or_above[0].item()) < wanted:
-            return 0.0
-        digit = int((at_or_above >= wanted).sum().item()) - 1
-        wanted -= int(at_or_above[digit].item()) - int(histogram[digit].item())
-        prefix = prefix << _RADIX_BITS | digit
-    return float(torch.tensor(prefix, dtype=torch.int32).view(torch.float32).item())

@@ -8,26 +8,28 @@ from torch import Tensor
 
 from oktopk.comm.base import Communicator
 from oktopk.reduce.base import ReducerSettings, Stateless
-from oktopk.reduce.exchange import gather, gather_in_two_messages, mean_of
+from oktopk.reduce.exchange import Exchange, mean_of
 from oktopk.reduce.threshold import Choice, ChoosingReducer, ExactTopK, NormalFit, ReusedThreshold, smallest_magnitude
 from oktopk.types import Reduction, SparseVector
 
-Gather = Callable[[SparseVector, Communicator], list[SparseVector]]
+Gather = Callable[[Exchange, SparseVector, Communicator], list[SparseVector]]
 
 
 class AllGather(ChoosingReducer):
     """Sends about 2k(P-1) elements. All that was chosen is applied."""
 
-    def __init__(self, choice: Choice, gather: Gather = gather) -> None:
+    def __init__(self, settings: ReducerSettings, choice: Choice, gather: Gather = Exchange.gather) -> None:
         super().__init__(choice)
+        self._exchange = settings.exchange
         self._gather = gather
 
     def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
         chosen, threshold = self._choice.choose(acc, k)
-        total = SparseVector.sum(self._gather(chosen, comm))
+        sent, _ = self._exchange.rounded(chosen)
+        total = self._exchange.kernels.sum(self._gather(self._exchange, sent, comm))
         return Reduction(
             mean_of(total, comm.size),
-            chosen,
+            sent,
             local_count=len(chosen),
             global_count=len(total),
             local_threshold=threshold,
@@ -39,14 +41,16 @@ class TopkA2(Stateless):
 
     def __init__(self, settings: ReducerSettings) -> None:
         self._selector = settings.selector
+        self._exchange = settings.exchange
 
     def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
         chosen = self._selector.top_k(acc, k)
-        total = SparseVector.sum(gather(chosen, comm))
+        sent, _ = self._exchange.rounded(chosen)
+        total = self._exchange.kernels.sum(self._exchange.gather(sent, comm))
         kept = total.where(self._selector.top_k(total.values, k).indices)
         return Reduction(
             mean_of(kept, comm.size),
-            chosen.restrict_to(kept.indices),
+            self._exchange.kernels.restrict(sent, kept.indices),
             local_count=len(chosen),
             global_count=len(kept),
             local_threshold=smallest_magnitude(chosen),
@@ -55,16 +59,16 @@ class TopkA2(Stateless):
 
 
 def topk_a(settings: ReducerSettings) -> AllGather:
-    return AllGather(ExactTopK(settings.selector))
+    return AllGather(settings, ExactTopK(settings.selector))
 
 
 def topk_a_opt(settings: ReducerSettings) -> AllGather:
-    return AllGather(ReusedThreshold(settings.selector, settings.tau_prime))
+    return AllGather(settings, ReusedThreshold(settings.selector, settings.tau_prime))
 
 
 def gaussiank(settings: ReducerSettings) -> AllGather:
-    return AllGather(NormalFit(settings.selector), gather_in_two_messages)
+    return AllGather(settings, NormalFit(settings.selector), Exchange.gather_in_two_messages)
 
 
 def gaussiank_concat(settings: ReducerSettings) -> AllGather:
-    return AllGather(NormalFit(settings.selector))
+    return AllGather(settings, NormalFit(settings.selector))

@@ -7,36 +7,45 @@ from torch import Tensor
 
 from oktopk.comm.base import Communicator
 from oktopk.reduce.base import ReducerSettings
-from oktopk.reduce.exchange import gather, join, mean_of, reduce_regions
+from oktopk.reduce.exchange import join, mean_of
 from oktopk.reduce.regions import equal_boundaries
-from oktopk.reduce.threshold import ChoosingReducer, ExactTopK, NormalFit
+from oktopk.reduce.threshold import Choice, ChoosingReducer, ExactTopK, NormalFit
 from oktopk.types import Reduction, SparseVector
+from oktopk.wire import VALUE_DTYPES
 
-_PAIR_BYTES, _VALUE_BYTES = 8, 4
+_INDEX_BYTES = 1  # what the wire needs where so many are sent
 
 
 class SplitAllGather(ChoosingReducer):
     """Sends between 4k(P-1)/P and (2k+n)(P-1)/P elements. All that was chosen is applied."""
 
+    def __init__(self, settings: ReducerSettings, choice: Choice) -> None:
+        super().__init__(choice)
+        self._exchange = settings.exchange
+
     def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
         chosen, threshold = self._choice.choose(acc, k)
+        contribution, _ = self._exchange.rounded(chosen)
         boundaries = equal_boundaries(acc.numel(), comm.size)
-        mine = reduce_regions(chosen, boundaries, comm)
-        sent = _whole_region_if_cheaper(mine, boundaries[comm.rank], boundaries[comm.rank + 1])
-        total = join(gather(sent, comm))
+        mine, gained = self._exchange.rounded(self._exchange.reduce_regions(contribution, boundaries, comm))
+        if gained is not None:
+            contribution = self._exchange.kernels.sum([contribution, gained])
+        start, stop = boundaries[comm.rank : comm.rank + 2]
+        sent = _whole_region_if_cheaper(mine, start, stop, VALUE_DTYPES[self._exchange.values].itemsize)
+        total = join(self._exchange.gather(sent, comm))
         total = total.where(total.values != 0)  # a whole region carries zeros, which nobody applies
         return Reduction(
             mean_of(total, comm.size),
-            chosen,
+            contribution,
             local_count=len(chosen),
             global_count=len(total),
             local_threshold=threshold,
         )
 
 
-def _whole_region_if_cheaper(sums: SparseVector, start: int, stop: int) -> SparseVector:
+def _whole_region_if_cheaper(sums: SparseVector, start: int, stop: int, value_bytes: int) -> SparseVector:
     """Pairs, or every element of the region: the wire needs no indices for a run without gaps."""
-    if _PAIR_BYTES * len(sums) <= _VALUE_BYTES * (stop - start):
+    if (value_bytes + _INDEX_BYTES) * len(sums) <= value_bytes * (stop - start):
         return sums
     values = torch.zeros(stop - start, dtype=torch.float32, device=sums.values.device)
     values[sums.indices - start] = sums.values
@@ -44,8 +53,8 @@ def _whole_region_if_cheaper(sums: SparseVector, start: int, stop: int) -> Spars
 
 
 def topk_dsa(settings: ReducerSettings) -> SplitAllGather:
-    return SplitAllGather(ExactTopK(settings.selector))
+    return SplitAllGather(settings, ExactTopK(settings.selector))
 
 
 def gaussiank_sa(settings: ReducerSettings) -> SplitAllGather:
-    return SplitAllGather(NormalFit(settings.selector))
+    return SplitAllGather(settings, NormalFit(settings.selector))

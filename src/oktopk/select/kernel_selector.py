@@ -1,0 +1,71 @@
+"""A selector made of kernels: the same results as `torch_ops`, without sorting and without dense temporaries."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from oktopk.kernels.base import Kernels
+from oktopk.select.torch_ops import TorchSelector
+from oktopk.types import SparseVector
+
+_SAMPLE_RANK = 1024
+_STRIDE = 61  # prime: layers repeat with powers of two
+
+
+class KernelSelector:
+    """No state."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._plain = TorchSelector()
+
+    def top_k(self, acc: Tensor, k: int) -> SparseVector:
+        candidates = self._at_least(acc, k)
+        surplus = len(candidates) - k
+        if surplus <= 0:
+            return candidates
+        threshold = self._kernels.kth_magnitude(candidates.values, k)
+        found = self._kernels.above(candidates.values, threshold, room=len(candidates))
+        assert found is not None  # there is room for all
+        best = SparseVector(candidates.indices[found.indices], found.values, acc.numel())
+        return _without_last_ties(best, threshold, len(best) - k) if len(best) > k else best
+
+    def above(self, acc: Tensor, threshold: float) -> SparseVector:
+        room = max(1024, acc.numel() // 32)
+        while (found := self._kernels.above(acc, threshold, room)) is None:
+            room *= 8
+        return found
+
+    def kth_magnitude(self, acc: Tensor, k: int) -> float:
+        if k > acc.numel():
+            return 0.0
+        candidates = self._at_least(acc, k)
+        return self._kernels.kth_magnitude(candidates.values, k) if len(candidates) >= k else 0.0
+
+    def normal_threshold(self, acc: Tensor, k: int) -> float:
+        return self._plain.normal_threshold(acc, k)
+
+    def _at_least(self, acc: Tensor, k: int) -> SparseVector:
+        """A few more than the k largest non-zeros, or all there are.
+
+        Where they begin is guessed from a sample, and looked for digit by digit only where the sample was wrong.
+        """
+        stride = min(_STRIDE, k // _SAMPLE_RANK)
+        if stride > 1:
+            sample = acc[::stride].contiguous()
+            expected = k / stride
+            rank = math.ceil(expected + 4 * math.sqrt(expected))
+            if rank <= sample.numel():
+                floor = self._kernels.kth_magnitude(sample, rank)
+                found = self._kernels.above(acc, floor, room=2 * k)
+                if found is not None and len(found) >= k:
+                    return found
+        return self.above(acc, self._kernels.kth_magnitude(acc, k) if k <= acc.numel() else 0.0)
+
+
+def _without_last_ties(vector: SparseVector, threshold: float, surplus: int) -> SparseVector:
+    """Lower indices win."""
+    tied = vector.values.abs() == threshold
+    return vector.where(~tied | (tied.cumsum(0) <= int(tied.sum().item()) - surplus))

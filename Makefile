@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test train lint unit setup clean
+.PHONY: test train bench lint unit setup clean
 
 test: lint unit
 
 train: $(READY)
 	$(BIN)/oktopk train demo $(if $(DATA),--data-dir $(DATA)) $(ARGS)
+
+bench: $(READY)
+	$(BIN)/oktopk bench quick $(ARGS)
 
 unit: $(READY)
 	$(BIN)/python -m pytest

@@ -1,4 +1,4 @@
-"""The command line: oktopk train | manifest | data."""
+"""The command line: oktopk train | bench | manifest | data."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from oktopk.train.main import run_training
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code; what a user did wrong is said in one line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["bench"]:  # has a parser of its own
+        from oktopk.bench.cli import main as bench
+
+        return bench(given[1:])
     options = _parser().parse_args(given)
     try:
         return int(options.run(options, given))
@@ -66,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_settings(train)
     train.set_defaults(run=_train)
+
+    commands.add_parser("bench", help="measure, beside what others reach")
 
     manifest = commands.add_parser("manifest", help="list the audio files of an AN4 folder in two CSV files")
     manifest.add_argument("folder", help="AN4, with train/an4/wav and test/an4/wav in it")

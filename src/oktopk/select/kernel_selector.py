@@ -11,7 +11,6 @@ from oktopk.select.torch_ops import TorchSelector
 from oktopk.types import SparseVector
 
 _SAMPLE_RANK = 1024
-_STRIDE = 61  # prime: layers repeat with powers of two
 
 
 class KernelSelector:
@@ -52,7 +51,7 @@ class KernelSelector:
 
         Where they begin is guessed from a sample, and looked for digit by digit only where the sample was wrong.
         """
-        stride = min(_STRIDE, k // _SAMPLE_RANK)
+        stride = k // _SAMPLE_RANK | 1  # odd: layers repeat with powers of two
         if stride > 1:
             sample = acc[::stride].contiguous()
             expected = k / stride

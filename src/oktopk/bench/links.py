@@ -1,0 +1,50 @@
+"""The same allreduce over links of a chosen speed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from oktopk.bench import allreduce, netns
+from oktopk.bench.options import LOOPBACK, Options, Row, bits_per_s
+from oktopk.bench.report import Column, Progress, elements, figure
+from oktopk.bench.world import BenchWorld
+
+FOOTNOTE = f"{allreduce.FOOTNOTE}; raw: one plain TCP stream over the same link"
+COLUMNS: tuple[Column, ...] = (
+    allreduce.COLUMNS[0],
+    ("link", lambda row: row["link"]),
+    ("raw Mbit/s", lambda row: figure(row["raw_mbit_per_s"], ".0f")),
+    *allreduce.COLUMNS[1:],
+)
+
+
+def run(options: Options) -> list[Row]:
+    """Rows as of `allreduce`, with the link's nominal and measured speed; one that says why, where there are none."""
+    progress = Progress()
+    rows: list[Row] = []
+    for link in options.rates:
+        for size in options.ranks:
+            progress.part(f"{link}: starting {size} workers")
+            try:
+                with netns.seats(size, link) as seats, BenchWorld(seats, options) as world:
+                    where = describe(world, options, link, progress)
+                    for n in options.sizes:
+                        progress.part(f"{link}: P = {size}, n = {elements(n)}")
+                        rows += allreduce.compare(world, options, n, progress, {"bench": "links", **where})
+            except netns.LinksUnavailable as error:
+                return [*rows, {"bench": "links", "link": link, "skipped": str(error)}]
+    progress.end()
+    return rows
+
+
+def describe(world: BenchWorld, options: Options, link: str, progress: Progress) -> Row:
+    """What the rows say about their link."""
+    if link == LOOPBACK:
+        return {"link": link, "rate_mbit_per_s": None, "burst_bytes": None, "raw_mbit_per_s": None}
+    speeds = world.run({"what": "raw_link", "options": asdict(options)}, progress)
+    return {
+        "link": link,
+        "rate_mbit_per_s": bits_per_s(link) / 1e6,
+        "burst_bytes": netns.burst_bytes(link),
+        "raw_mbit_per_s": next(speed for speed in speeds if speed is not None) / 1e6,
+    }

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -90,6 +90,7 @@ class AllReducer:
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
         self._lanes: dict[str, _Lane] = {}
+        self._started: dict[tuple[Slot, ...], _Started] = {}
         self._saved_reducers: dict[str, Any] = {}
         self._listeners: list[Listener] = []
         self._trainer_lists = TrainerLists(trainer, self.comm.rank)
@@ -174,17 +175,13 @@ class AllReducer:
         Raises on every rank alike for NaN or Inf (policy `raise`): the step cannot be finished, go back to a saved
         state. Under `skip` the gradient becomes zero, here and for the rest of the step.
         """
+        started = self._started.pop(bucket.slots, None)
         if self._skipping:
             return self._skip(bucket)
         clock = _Clock()
         self.comm.take()  # what others sent through it in the meantime is not ours
-        for slot in bucket.slots:
-            if slot.name in bucket.missing:
-                slot.part(bucket.gradient).zero_()
-        lane = self._lane(bucket)
-        is_dense = self._phase(bucket) == "dense"
-        k = bucket.numel if is_dense else self.settings.k_at(self.step, bucket.numel)
-        acc, largest = self._accumulate(bucket, lane.selector, 0 if is_dense else k)
+        lane, is_dense, k, acc = started or self._start(bucket)
+        largest = lane.selector.largest()
         self._guard.before(self.step, acc)
         verdict = agree(bucket, acc, largest, self.comm)
         if verdict.nonfinite:
@@ -214,6 +211,11 @@ class AllReducer:
         seconds = clock.split("reduce", select=self._selector.take(), exchange=traffic.seconds)
         return self._tell(bucket, k, reduction, exchanged.plus(traffic), seconds, verdict.unused)
 
+    def prepare(self, bucket: Bucket) -> None:
+        """Optional, before `reduce` of the same bucket: let a GPU begin with it while another one is exchanged."""
+        if not self._skipping:
+            self._started[bucket.slots] = self._start(bucket)
+
     def end_step(self) -> None:
         """After the last bucket of a step."""
         if self._skipping:
@@ -226,17 +228,20 @@ class AllReducer:
         self.last_step_skipped, self._skipping = self._skipping, False
         self.step += 1
 
-    def _accumulate(self, bucket: Bucket, selector: BucketSelector, k: int) -> tuple[Tensor, float]:
-        """What is owed, and the largest magnitude of it or something safe."""
-        largest = 0.0
+    def _start(self, bucket: Bucket) -> _Started:
+        """Add up what is owed, looking out for what is worth sending."""
+        for slot in bucket.slots:
+            if slot.name in bucket.missing:
+                slot.part(bucket.gradient).zero_()
+        lane = self._lane(bucket)
+        is_dense = self._phase(bucket) == "dense"
+        k = bucket.numel if is_dense else self.settings.k_at(self.step, bucket.numel)
         limit = largest_safe(self.comm.size)
 
         def accumulate(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
-            nonlocal largest
-            largest = selector.accumulate(residual, gradient, out, k, limit)
+            lane.selector.accumulate(residual, gradient, out, 0 if is_dense else k, limit)
 
-        acc = self._feedback.compensate(bucket, accumulate)
-        return acc, largest
+        return _Started(lane, is_dense, k, self._feedback.compensate(bucket, accumulate))
 
     def _lane(self, bucket: Bucket) -> _Lane:
         """What belongs to this bucket's layout; layouts that DDP has given up are forgotten."""
@@ -337,6 +342,15 @@ class _Lane:
     slots: tuple[Slot, ...]
     selector: BucketSelector
     reducer: Reducer
+
+
+class _Started(NamedTuple):
+    """A bucket whose gradient was added to what is owed."""
+
+    lane: _Lane
+    is_dense: bool
+    k: int
+    acc: Tensor
 
 
 class _Clock:

@@ -18,8 +18,7 @@ def write_mean(mean: Update, target: Tensor, kernels: Kernels) -> Update | None:
     if not isinstance(mean, SparseVector):
         target.copy_(stored)
         return None if exact else values - stored.float()
-    target.zero_()
-    kernels.scatter(target, SparseVector(mean.indices, stored, mean.length).to(target.device))
+    kernels.write(target, SparseVector(mean.indices, stored, mean.length).to(target.device))
     return None if exact else SparseVector(mean.indices, values - stored.float(), mean.length)
 
 

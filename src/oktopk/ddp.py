@@ -86,7 +86,7 @@ class _Bridge:
                     waiting.set_result(error)
             self._held.clear()
 
-        self._worker.submit(job, give_up)
+        self._worker.submit(job, give_up, prepare=lambda: self._allreducer.prepare(bucket))
         return future.then(_tensor_or_raise)  # an exception set on the future itself would reach DDP garbled
 
     def _release(self) -> None:

@@ -18,6 +18,7 @@ from oktopk.comm.base import Communicator, all_gather_int
 from oktopk.metrics.trainer_lists import MetricLists
 from oktopk.packing import Pack, make_packs
 from oktopk.registry import ReducerFactory
+from oktopk.types import Bucket
 from oktopk.worker import ReductionWorker, Ticket
 
 _STATE_KEY = "oktopk"
@@ -149,11 +150,17 @@ class DistributedOptimizer(Optimizer):
     def _submit(self, pack: Pack) -> None:
         pack.mark_versions()
 
+        filled: list[Bucket] = []
+
+        def prepare() -> None:
+            filled.append(pack.fill())
+            self.allreducer.prepare(filled[0])
+
         def job() -> None:
-            bucket = pack.fill()
+            bucket = filled[0] if filled else pack.fill()
             self._unused.update(self.allreducer.reduce(bucket).unused)
 
-        self._tickets.append(self._worker.submit(job))
+        self._tickets.append(self._worker.submit(job, prepare=prepare))
 
     def _clip(self, limit: float) -> None:
         """Scale this rank's gradients to a joint norm of at most `limit`. A non-finite norm scales nothing: the

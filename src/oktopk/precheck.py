@@ -28,8 +28,8 @@ class Verdict:
 
 
 def largest_safe(num_ranks: int) -> float:
-    """The largest magnitude of which `num_ranks` can be summed in fp32."""
-    return _SAFE * torch.finfo(torch.float32).max / num_ranks
+    """A magnitude of which `num_ranks` can be summed in fp32; an fp32 number itself."""
+    return float(torch.tensor(_SAFE * torch.finfo(torch.float32).max / num_ranks).item())
 
 
 def agree(bucket: Bucket, acc: Tensor, largest: float, comm: Communicator) -> Verdict:

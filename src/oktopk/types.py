@@ -96,7 +96,14 @@ class SparseVector:
         """On that device: itself, where it is there already."""
         if self.indices.device == device:
             return self
-        return SparseVector(self.indices.to(device), self.values.to(device), self.length)
+        indices, values = self.indices, self.values
+        if device.type == "cuda" and indices.device.type == "cpu":  # from pinned memory nobody has to wait
+            indices, values = indices.pin_memory(), values.pin_memory()
+        return SparseVector(
+            indices.to(device, non_blocking=device.type == "cuda"),
+            values.to(device, non_blocking=device.type == "cuda"),
+            self.length,
+        )
 
     def slice(self, start: int, stop: int) -> SparseVector:
         """The elements held at positions start..stop, as views."""

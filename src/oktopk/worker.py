@@ -13,8 +13,14 @@ import torch
 class Ticket:
     """A job that was handed in."""
 
-    def __init__(self, job: Callable[[], None], on_error: Callable[[BaseException], None] | None) -> None:
+    def __init__(
+        self,
+        job: Callable[[], None],
+        on_error: Callable[[BaseException], None] | None,
+        prepare: Callable[[], None] | None,
+    ) -> None:
         self._job = job
+        self._prepare = prepare
         self._on_error = on_error
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -30,8 +36,25 @@ class Ticket:
         if self._output_ready is not None:
             self._output_ready.wait()
 
+    def prepare(self) -> None:
+        """What a GPU can begin with, while others are still exchanged; on a CPU it would only keep them waiting.
+
+        Once; what goes wrong comes out of `run`.
+        """
+        prepare, self._prepare = self._prepare, None
+        if prepare is None or self._device is None:
+            return
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(_own_stream(self._device)):
+                self._input_ready.wait()
+                prepare()
+        except BaseException as error:
+            self._error = error
+
     def run(self) -> None:
         """On the submitter's device, on a stream of this thread's own."""
+        if self._error is not None:
+            raise self._error
         if self._device is None:
             self._job()
         else:
@@ -56,10 +79,16 @@ class ReductionWorker:
         self._thread = threading.Thread(target=self._run, name="oktopk-reductions", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None], on_error: Callable[[BaseException], None] | None = None) -> Ticket:
+    def submit(
+        self,
+        job: Callable[[], None],
+        on_error: Callable[[BaseException], None] | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """`prepare`, if there is one, comes before the job and may come before the jobs of others."""
         if not self._thread.is_alive():
             raise RuntimeError("reductions were stopped: nothing can be reduced any more")
-        ticket = Ticket(job, on_error)
+        ticket = Ticket(job, on_error, prepare)
         self._jobs.put(ticket)
         return ticket
 
@@ -70,14 +99,27 @@ class ReductionWorker:
 
     def _run(self) -> None:
         failure: BaseException | None = None
-        while (ticket := self._jobs.get()) is not None:
+        ahead: list[Ticket | None] = []
+        while (ticket := ahead.pop() if ahead else self._jobs.get()) is not None:
             try:
                 if failure is not None:
                     raise failure
+                ticket.prepare()
+                ahead = self._one_ahead()
                 ticket.run()
             except BaseException as error:
                 failure = error
                 ticket.fail(error)
+
+    def _one_ahead(self) -> list[Ticket | None]:
+        """The next job, prepared, if it was handed in already. No more than one, so that memory stays bounded."""
+        try:
+            following = self._jobs.get_nowait()
+        except queue.Empty:
+            return []
+        if following is not None:
+            following.prepare()
+        return [following]
 
 
 def _cuda_event() -> Any:
@@ -96,5 +138,5 @@ def _own_stream(device: int) -> Any:
     """This thread's stream on that device."""
     key = f"device{device}"
     if not hasattr(_streams, key):
-        setattr(_streams, key, torch.cuda.Stream(device))
+        setattr(_streams, key, torch.cuda.Stream(device, priority=-1))  # ahead of what can wait
     return getattr(_streams, key)

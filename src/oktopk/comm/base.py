@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-
-from oktopk.types import ints
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -34,8 +32,8 @@ class Communicator(Protocol):
         """Sum over all ranks, in place (fp32, fp64, int64), the same bits on every rank."""
         ...
 
-    def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
-        """Everyone's buffer, by rank; lengths may differ."""
+    def all_gather_v(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Everyone's buffer, by rank; lengths may differ. Where all ranks know all `sizes`, these are not sent."""
         ...
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -78,8 +76,14 @@ def check_buffer(buffer: Tensor) -> None:
 
 
 def all_gather_int(comm: Communicator, value: int, device: torch.device) -> list[int]:
-    """Everyone's integer, by rank, in one small all_reduce."""
-    mine = torch.zeros(comm.size, dtype=torch.int64, device=device)
-    mine[comm.rank] = value
+    """Everyone's integer, by rank."""
+    return all_gather_ints(comm, [value], device)[0]
+
+
+def all_gather_ints(comm: Communicator, values: Sequence[int], device: torch.device) -> list[list[int]]:
+    """For each of the integers, everyone's, by rank: one small all_reduce."""
+    mine = torch.zeros(len(values), comm.size, dtype=torch.int64)
+    mine[:, comm.rank] = torch.tensor(values)
+    mine = mine.to(device)
     comm.all_reduce(mine)
-    return ints(mine)
+    return cast("list[list[int]]", mine.tolist())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.comm.pairwise import LENGTH_BYTES
+from oktopk.comm.pairwise import LENGTH_BYTES, is_direct
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ class CountingCommunicator:
     """Passes every call on and records it.
 
     all_gather_v, all_to_all_v, send and recv are counted exactly, with the 8 bytes of length before each buffer:
-    that is how the pairwise transports move them. all_reduce, broadcast and barrier belong to the library below,
-    so they are counted by the usual algorithms: ring, binomial tree, and one empty message to each of log2(P) peers.
+    that is how the pairwise transports move them; small all_reduces too, which go straight to every peer. Larger ones,
+    broadcast and barrier belong to the library below, so they are counted by the usual algorithms: ring, binomial
+    tree, and one empty message to each of log2(P) peers.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -86,15 +87,24 @@ class CountingCommunicator:
         return records
 
     def all_reduce(self, tensor: Tensor) -> None:
-        moved = -(-2 * tensor.numel() * tensor.element_size() * (self.size - 1) // self.size)
-        messages = 2 * (self.size - 1)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if is_direct(num_bytes, self.size):
+            moved, messages = num_bytes * (self.size - 1), self.size - 1 if num_bytes else 0
+        else:
+            moved, messages = -(-2 * num_bytes * (self.size - 1) // self.size), 2 * (self.size - 1)
         self._timed("all_reduce", None, lambda: self._inner.all_reduce(tensor), moved, moved, messages, messages)
 
-    def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
-        return self._swap("all_gather_v", [buffer] * self.size, lambda: self._inner.all_gather_v(buffer))
+    def all_gather_v(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        start = time.monotonic()
+        incoming = self._inner.all_gather_v(buffer, sizes)
+        self._record_swap("all_gather_v", [buffer] * self.size, incoming, sizes is None, start)
+        return incoming
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        return self._swap("all_to_all_v", buffers, lambda: self._inner.all_to_all_v(buffers))
+        start = time.monotonic()
+        incoming = self._inner.all_to_all_v(buffers)
+        self._record_swap("all_to_all_v", buffers, incoming, True, start)
+        return incoming
 
     def all_to_all_each(self, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
         """Its time is what was spent waiting, without what is done with a buffer before the next is asked for."""
@@ -110,11 +120,7 @@ class CountingCommunicator:
                 break
             incoming.append(buffer)
             yield buffer
-        sent, messages_sent = _volume([b for peer, b in enumerate(buffers) if peer != self.rank])
-        received, messages_received = _volume([b for peer, b in enumerate(incoming) if peer != self.rank])
-        self._records.append(
-            CommRecord("all_to_all_v", None, sent, received, messages_sent, messages_received, start, seconds)
-        )
+        self._record_swap("all_to_all_v", buffers, incoming, True, start, seconds)
 
     def home(self, device: torch.device) -> torch.device:
         return self._inner.home(device)
@@ -151,13 +157,18 @@ class CountingCommunicator:
     def close(self) -> None:
         self._inner.close()
 
-    def _swap(self, operation: str, outgoing: Sequence[Tensor], call: Callable[[], list[Tensor]]) -> list[Tensor]:
-        start = time.monotonic()
-        incoming = call()
-        sent, messages_sent = _volume([b for peer, b in enumerate(outgoing) if peer != self.rank])
-        received, messages_received = _volume([b for peer, b in enumerate(incoming) if peer != self.rank])
-        self._record(operation, None, sent, received, messages_sent, messages_received, start)
-        return incoming
+    def _record_swap(
+        self,
+        operation: str,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        with_lengths: bool,
+        start: float,
+        seconds: float | None = None,
+    ) -> None:
+        sent, out = _volume([b for peer, b in enumerate(outgoing) if peer != self.rank], with_lengths)
+        received, into = _volume([b for peer, b in enumerate(incoming) if peer != self.rank], with_lengths)
+        self._record(operation, None, sent, received, out, into, start, seconds)
 
     def _timed(
         self,
@@ -174,16 +185,25 @@ class CountingCommunicator:
         self._record(operation, peer, sent, received, out, into, start)
 
     def _record(
-        self, operation: str, peer: int | None, sent: int, received: int, out: int, into: int, start: float
+        self,
+        operation: str,
+        peer: int | None,
+        sent: int,
+        received: int,
+        out: int,
+        into: int,
+        start: float,
+        seconds: float | None = None,
     ) -> None:
-        seconds = time.monotonic() - start
+        seconds = time.monotonic() - start if seconds is None else seconds
         self._records.append(CommRecord(operation, peer, sent, received, out, into, start, seconds))
 
 
-def _volume(buffers: Sequence[Tensor]) -> tuple[int, int]:
-    """Bytes and messages of buffers with their lengths before them."""
+def _volume(buffers: Sequence[Tensor], with_lengths: bool = True) -> tuple[int, int]:
+    """Bytes and messages of buffers, with their lengths before them unless those are known."""
     sizes = [buffer.numel() for buffer in buffers]
-    return sum(sizes) + LENGTH_BYTES * len(sizes), len(sizes) + sum(1 for size in sizes if size)
+    num_lengths = len(sizes) if with_lengths else 0
+    return sum(sizes) + LENGTH_BYTES * num_lengths, num_lengths + sum(1 for size in sizes if size)
 
 
 def _binomial_children(position: int, size: int) -> int:

@@ -34,7 +34,7 @@ class MpiCommunicator(PairwiseExchange):
         self.size = int(self._comm.Get_size())
         self._gave_up = False
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def _library_all_reduce(self, tensor: Tensor) -> None:
         host = tensor.detach().cpu().contiguous()
         result = torch.empty_like(host)
         self._wait("all_reduce", [self._comm.Iallreduce(host.numpy(), result.numpy(), op=MPI.SUM)])

@@ -1,7 +1,7 @@
 """all_gather_v and all_to_all_v out of messages between pairs, for transports that refuse uneven lengths.
 
 Every message is known, so what is counted is what moved: 8 bytes of length to each peer, then the buffers
-(empty ones are not sent).
+(empty ones are not sent). A small all_reduce is one message to each peer as well: libraries take several rounds for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch import Tensor
 from oktopk.comm.base import check_buffer
 
 LENGTH_BYTES = 8
+_DIRECT_BYTES = 16384
 Messages = Sequence[tuple[int, Tensor]]  # (peer, buffer)
+
+
+def is_direct(num_bytes: int, num_ranks: int) -> bool:
+    """Whether an all_reduce of so much goes straight to every peer."""
+    return num_bytes * (num_ranks - 1) <= _DIRECT_BYTES
 
 
 class PairwiseExchange(ABC):
@@ -31,8 +37,30 @@ class PairwiseExchange(ABC):
         When it has ended, the buffers of `sends` are free.
         """
 
-    def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
-        return list(self._swap("all_gather_v", [buffer] * self.size))
+    @abstractmethod
+    def _library_all_reduce(self, tensor: Tensor) -> None:
+        """As the transport's own library does it."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if not is_direct(tensor.numel() * tensor.element_size(), self.size):
+            self._library_all_reduce(tensor)
+            return
+        everyones = [torch.empty_like(tensor) for _ in range(self.size)]
+        everyones[self.rank].copy_(tensor)
+        buffers = [one.reshape(-1).view(torch.uint8) for one in everyones]
+        peers = [(self.rank + shift) % self.size for shift in range(1, self.size)]
+        self._exchange(
+            "all_reduce",
+            [(peer, buffers[self.rank]) for peer in peers if tensor.numel()],
+            [(peer, buffers[peer]) for peer in reversed(peers) if tensor.numel()],
+        )
+        total = everyones[0]
+        for one in everyones[1:]:  # in rank order: the same bits everywhere
+            total += one
+        tensor.copy_(total)
+
+    def all_gather_v(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        return list(self._swap("all_gather_v", [buffer] * self.size, sizes))
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         return list(self.all_to_all_each(buffers))
@@ -55,19 +83,23 @@ class PairwiseExchange(ABC):
             self._exchange("recv", [], [(peer, buffer)])
         return buffer
 
-    def _swap(self, operation: str, outgoing: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What arrives, by rank."""
+    def _swap(self, operation: str, outgoing: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Iterator[Tensor]:
+        """What arrives, by rank; `sizes` are those of what arrives, where they are known."""
         device = outgoing[self.rank].device
         # Rank r starts with r + 1, r + 2 and so on, so that no rank is flooded.
         targets = [(self.rank + shift) % self.size for shift in range(1, self.size)]
         sources = [peer for peer in range(self.size) if peer != self.rank]
-        lengths = [torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=device) for _ in sources]
-        self._exchange(
-            operation,
-            [(peer, _length_of(outgoing[peer])) for peer in targets],
-            list(zip(sources, lengths, strict=True)),
-        )
-        incoming = [torch.empty(_read_length(length), dtype=torch.uint8, device=device) for length in lengths]
+        if sizes is None:
+            lengths = [torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=device) for _ in sources]
+            self._exchange(
+                operation,
+                [(peer, _length_of(outgoing[peer])) for peer in targets],
+                list(zip(sources, lengths, strict=True)),
+            )
+            expected = [_read_length(length) for length in lengths]
+        else:
+            expected = [sizes[peer] for peer in sources]
+        incoming = [torch.empty(size, dtype=torch.uint8, device=device) for size in expected]
         arriving = self._arrivals(
             operation,
             [(peer, outgoing[peer]) for peer in targets if outgoing[peer].numel()],

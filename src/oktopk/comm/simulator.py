@@ -162,7 +162,7 @@ class SimulatedCommunicator:
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(self._collective("all_reduce", tensor.detach().clone(), _sum_for_all))
 
-    def all_gather_v(self, buffer: Tensor) -> list[Tensor]:
+    def all_gather_v(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:  # noqa: ARG002
         check_buffer(buffer)
         gathered = self._collective("all_gather_v", buffer.clone(), lambda values: [values] * self.size)
         return [piece.clone() for piece in gathered]

@@ -48,7 +48,7 @@ class TorchDistCommunicator(PairwiseExchange):
         backends = f"{dist.get_backend(self._group)},{dist.get_backend_config(self._group)}"
         self._on_host = "nccl" not in backends
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def _library_all_reduce(self, tensor: Tensor) -> None:
         with self._named("all_reduce"), self._reachable(tensor) as staged:
             dist.all_reduce(staged, group=self._group)
 

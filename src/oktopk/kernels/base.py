@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,10 +32,11 @@ class Kernels(Protocol):
 
     def accumulate(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
-    ) -> Seen:
+    ) -> Callable[[], Seen]:
         """`out = residual + gradient` (any float dtype), and in the same pass what reached `floor`, put on `home`.
 
-        `out` may be `residual`. NaN reaches any floor.
+        `out` is neither of them. NaN reaches any floor. A GPU works on while others are asked: what was seen is known
+        when the function that is returned is called, on the same stream.
         """
         ...
 
@@ -47,10 +48,11 @@ class Kernels(Protocol):
         """The k-th largest magnitude, exactly, for 1 <= k <= len(values)."""
         ...
 
-    def histogram(self, values: Tensor, prefix: int, shift: int, num_bits: int) -> Tensor:
-        """How many magnitudes have each of the 2^num_bits digits at bit `shift` (int64).
+    def histogram(self, values: Tensor, first: int, shift: int, num_bins: int) -> Tensor:
+        """How many magnitudes lie in each bin (int64): those whose bits, shifted right by `shift`, are first + bin.
 
-        Of those only whose bits above the digit are `prefix`. Magnitudes of fp32 are ordered like their bits.
+        The last bin holds all that lie beyond it; what lies before the first is left out. Magnitudes of fp32 are
+        ordered like their bits.
         """
         ...
 
@@ -62,8 +64,8 @@ class Kernels(Protocol):
         """The elements of `vector` whose index is also in the sorted `indices`."""
         ...
 
-    def scatter(self, target: Tensor, vector: SparseVector) -> None:
-        """`target[index] = value`, in the target's dtype."""
+    def write(self, target: Tensor, vector: SparseVector) -> None:
+        """`target` becomes the vector, in its own dtype: zero everywhere else."""
         ...
 
     def subtract(self, target: Tensor, vector: SparseVector) -> None:

@@ -30,7 +30,7 @@ class ByDevice:
 
     def accumulate(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
-    ) -> Seen:
+    ) -> Callable[[], Seen]:
         return self._on(out).accumulate(residual, gradient, out, floor, room, home)
 
     def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
@@ -39,8 +39,8 @@ class ByDevice:
     def kth_magnitude(self, values: Tensor, k: int) -> float:
         return self._on(values).kth_magnitude(values, k)
 
-    def histogram(self, values: Tensor, prefix: int, shift: int, num_bits: int) -> Tensor:
-        return self._on(values).histogram(values, prefix, shift, num_bits)
+    def histogram(self, values: Tensor, first: int, shift: int, num_bins: int) -> Tensor:
+        return self._on(values).histogram(values, first, shift, num_bins)
 
     def sum(self, vectors: Sequence[SparseVector]) -> SparseVector:
         return self._on(vectors[0].values).sum(vectors)
@@ -48,8 +48,8 @@ class ByDevice:
     def restrict(self, vector: SparseVector, indices: Tensor) -> SparseVector:
         return self._on(indices).restrict(vector, indices)
 
-    def scatter(self, target: Tensor, vector: SparseVector) -> None:
-        self._on(target).scatter(target, vector)
+    def write(self, target: Tensor, vector: SparseVector) -> None:
+        self._on(target).write(target, vector)
 
     def subtract(self, target: Tensor, vector: SparseVector) -> None:
         self._on(target).subtract(target, vector)

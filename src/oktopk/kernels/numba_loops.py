@@ -178,56 +178,54 @@ def above(numbers, floor, indices, values):
 
 
 @compiled
-def histogram(numbers, prefix, shift, num_bits, counts):
+def histogram(numbers, first, shift, counts):
     """Adds to `counts`; four tables take turns, so that a run of like numbers does not wait for itself."""
-    bits = numbers.view(np.int32)
-    mask = np.int32((1 << num_bits) - 1)
-    size = 1 << num_bits
+    bits, size = numbers.view(np.int32), counts.size
     tables = np.zeros(4 * size, np.int64)
     for at in range(bits.size):
-        magnitude = bits[at] & MAGNITUDE
-        if magnitude >> shift >> num_bits == prefix:
-            tables[(at & 3) * size + ((magnitude >> shift) & mask)] += 1
-    for digit in range(size):
-        counts[digit] += tables[digit] + tables[digit + size] + tables[digit + 2 * size] + tables[digit + 3 * size]
+        place = np.int64((bits[at] & MAGNITUDE) >> shift) - first
+        if place >= 0:
+            tables[(at & 3) * size + min(place, size - 1)] += 1
+    for place in range(size):
+        counts[place] += tables[place] + tables[place + size] + tables[place + 2 * size] + tables[place + 3 * size]
 
 
 @compiled
 def kth_magnitude(numbers, k):
     """The bits of the k-th largest magnitude, digit by digit."""
-    prefix, wanted = np.int32(0), k
+    first = 0
     for shift, num_bits in RADIX:
         counts = np.zeros(1 << num_bits, np.int64)
-        histogram(numbers, prefix, shift, num_bits, counts)
-        digit = counts.size - 1
-        while counts[digit] < wanted:
-            wanted -= counts[digit]
-            digit -= 1
-        prefix = np.int32(prefix << num_bits | digit)
-    return prefix
+        first <<= num_bits
+        histogram(numbers, first, shift, counts)
+        place, reached = counts.size - 1, counts[counts.size - 1]
+        while reached < k:
+            place -= 1
+            reached += counts[place]
+        first += place
+    return np.int32(first)
 
 
 @compiled
 def merge(left_indices, left_values, right_indices, right_values, indices, values):
     """The union of two sorted vectors, left value first; returns its size."""
     left, right, count = 0, 0, 0
+    nothing = np.float32(0.0)
     while left < left_indices.size and right < right_indices.size:
         a, b = left_indices[left], right_indices[right]
+        x, y = left_values[left], right_values[right]
         take_left, take_right = a <= b, b <= a
-        indices[count] = a if take_left else b
-        if take_left and take_right:
-            values[count] = left_values[left] + right_values[right]
-        else:
-            values[count] = left_values[left] if take_left else right_values[right]
+        indices[count] = min(a, b)
+        values[count] = (nothing + (x if take_left else nothing)) + (y if take_right else nothing)
         left += take_left
         right += take_right
         count += 1
     while left < left_indices.size:
-        indices[count], values[count] = left_indices[left], left_values[left]
+        indices[count], values[count] = left_indices[left], left_values[left] + nothing
         left += 1
         count += 1
     while right < right_indices.size:
-        indices[count], values[count] = right_indices[right], right_values[right]
+        indices[count], values[count] = right_indices[right], nothing + right_values[right]
         right += 1
         count += 1
     return count

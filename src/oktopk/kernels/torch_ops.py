@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class TorchKernels:
 
     def accumulate(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
-    ) -> Seen:
+    ) -> Callable[[], Seen]:
         if residual is None:
             out.copy_(gradient)
         else:
@@ -24,7 +24,8 @@ class TorchKernels:
         largest = out.abs().max() if out.numel() else torch.zeros(())
         found = self.above(out, floor, room) if bool(torch.isfinite(largest)) else None
         reached = found is None or len(found) > 0
-        return Seen(float(largest.item()) if reached else 0.0, None if found is None else found.to(home))
+        seen = Seen(float(largest.item()) if reached else 0.0, None if found is None else found.to(home))
+        return lambda: seen
 
     def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
         indices = ((values.abs() >= floor) & (values != 0)).nonzero().squeeze(1)
@@ -33,10 +34,9 @@ class TorchKernels:
     def kth_magnitude(self, values: Tensor, k: int) -> float:
         return float(torch.topk(values.abs(), k, sorted=False).values.min().item())
 
-    def histogram(self, values: Tensor, prefix: int, shift: int, num_bits: int) -> Tensor:
-        bits = values.view(torch.int32) & MAGNITUDE_BITS
-        matching = bits[(bits >> shift >> num_bits) == prefix]
-        return torch.bincount((matching >> shift) & ((1 << num_bits) - 1), minlength=1 << num_bits)
+    def histogram(self, values: Tensor, first: int, shift: int, num_bins: int) -> Tensor:
+        bins = ((values.view(torch.int32) & MAGNITUDE_BITS) >> shift) - first
+        return torch.bincount(bins[bins >= 0].clamp(max=num_bins - 1), minlength=num_bins)
 
     def sum(self, vectors: Sequence[SparseVector]) -> SparseVector:
         return SparseVector.sum(vectors)
@@ -44,7 +44,8 @@ class TorchKernels:
     def restrict(self, vector: SparseVector, indices: Tensor) -> SparseVector:
         return vector.restrict_to(indices)
 
-    def scatter(self, target: Tensor, vector: SparseVector) -> None:
+    def write(self, target: Tensor, vector: SparseVector) -> None:
+        target.zero_()
         target[vector.indices] = vector.values.to(target.dtype)
 
     def subtract(self, target: Tensor, vector: SparseVector) -> None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from oktopk.kernels import triton_loops as loops
 from oktopk.kernels.base import Seen
 from oktopk.kernels.torch_ops import TorchKernels
-from oktopk.types import SparseVector
+from oktopk.types import SparseVector, ints
 
 _BLOCK, _LOOK_WARPS = 1024, 4
 _GROUP, _COLLECT_WARPS = 8, 2
@@ -28,18 +28,12 @@ class TritonKernels(TorchKernels):
 
     def accumulate(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
-    ) -> Seen:
-        room = min(room, out.numel())
-        found = _look(residual, gradient, out, floor, room)
-        count, largest_bits = found.summary()
-        candidates = found.vector(count, home) if count <= room else None
-        return Seen(float(np.int32(largest_bits).view(np.float32)), candidates)
+    ) -> Callable[[], Seen]:
+        return _look(residual, gradient, out, floor, min(room, out.numel())).fetch(home)
 
     def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
-        room = min(room, values.numel())
-        found = _look(None, values.contiguous(), None, floor, room)
-        count, _ = found.summary()
-        return found.vector(count, values.device) if count <= room else None
+        found = _look(None, values.contiguous(), None, floor, min(room, values.numel()))
+        return found.fetch(values.device)().candidates
 
     def kth_magnitude(self, values: Tensor, k: int) -> float:
         state = torch.tensor([0, k], dtype=torch.int32).to(values.device, non_blocking=True)
@@ -48,11 +42,8 @@ class TritonKernels(TorchKernels):
             loops.pick_digit[(1,)](counts, state, BITS=num_bits)
         return float(np.int32(state[0].item()).view(np.float32))
 
-    def histogram(self, values: Tensor, prefix: int, shift: int, num_bits: int) -> Tensor:
-        state = torch.tensor([prefix], dtype=torch.int32).to(values.device, non_blocking=True)
-        return _count_digits(values.contiguous(), state, shift, num_bits).to(torch.int64)
-
-    def scatter(self, target: Tensor, vector: SparseVector) -> None:
+    def write(self, target: Tensor, vector: SparseVector) -> None:
+        target.zero_()
         _scatter(target, vector, subtract=False)
 
     def subtract(self, target: Tensor, vector: SparseVector) -> None:
@@ -60,31 +51,50 @@ class TritonKernels(TorchKernels):
 
 
 class _Found:
-    """What a pass found, still on the GPU: its number and largest beside room for it."""
+    """What a pass found, still on the GPU: how many, the largest one's bits, and room for them."""
 
     def __init__(self, room: int, length: int, device: torch.device) -> None:
+        self._room = room
         self._length = length
         self.indices = torch.empty(room, dtype=torch.int64, device=device)
         self.values = torch.empty(room, dtype=torch.float32, device=device)
         self.facts = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def summary(self) -> tuple[int, int]:
-        """The number found, also beyond the room, and the largest one's bits. Waits for this stream alone."""
-        count, largest = _to_host(self.facts).tolist()
-        return int(count), int(largest)
+    def fetch(self, home: torch.device) -> Callable[[], Seen]:
+        """What was seen, once it is asked for: the candidates on `home`, unless there was no room.
 
-    def vector(self, count: int, home: torch.device) -> SparseVector:
-        indices, values = self.indices[:count], self.values[:count]
-        if home.type == "cpu":
-            indices, values = _to_host(indices, values)
-        return SparseVector(indices, values, self._length)
+        For the host, half of the room travels with the facts, before anybody knows how much is needed: a wait costs
+        more than a copy.
+        """
+        start = self._room // 2 if home.type == "cpu" else 0
+        arriving = _to_host(self.facts, self.indices[:start], self.values[:start])
+
+        def seen() -> Seen:
+            facts, indices, values = arriving()
+            count, largest_bits = ints(facts)
+            largest = float(np.int32(largest_bits).view(np.float32))
+            if count > self._room:
+                return Seen(largest, None)
+            if home.type != "cpu":
+                indices, values = self.indices, self.values
+            elif count > start:
+                indices, values = _to_host(self.indices[:count], self.values[:count])()
+            return Seen(largest, SparseVector(indices[:count], values[:count], self._length))
+
+        return seen
 
 
-def _to_host(*tensors: Tensor) -> Any:
-    """Copies in pinned memory, after one wait for the current stream; a single one comes alone."""
+def _to_host(*tensors: Tensor) -> Callable[[], list[Tensor]]:
+    """Starts copies to pinned memory. To call the result is to wait for them, leaving the processor to others."""
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies if len(copies) > 1 else copies[0]
+    done = torch.cuda.Event(blocking=True)
+    done.record()
+
+    def arrived() -> list[Tensor]:
+        done.synchronize()
+        return copies
+
+    return arrived
 
 
 def _look(residual: Tensor | None, gradient: Tensor, out: Tensor | None, floor: float, room: int) -> _Found:

@@ -9,40 +9,54 @@ import torch
 
 from oktopk.comm.base import Communicator, all_gather_int
 from oktopk.kernels.base import Kernels
-from oktopk.reduce.base import Stateless
 from oktopk.types import SparseVector, ints
 
 _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))  # (shift, number of bits): magnitudes of fp32 are ordered like their bits
+_WINDOW_SHIFT, _WINDOW_BINS = 13, 256  # around the last threshold, in steps of 2^-10 of it
 _SLACK = 64
 
 
 class Cut(Protocol):
     """`keep` is called on every rank with its own, disjoint `sums`; all decide alike, from shared counts."""
 
-    def keep(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, list[int], float]:
-        """The sums worth applying, how many of them each rank holds, and the threshold."""
+    def keep(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, float]:
+        """The sums worth applying, and the threshold."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class ExactCut(Stateless):
-    """The k largest sums of every step, or up to k/64 more that lie within 2^-8 of the k-th.
+class ExactCut:
+    """The k largest sums of every step, and up to k/64 more that are almost as large as the k-th.
 
-    The threshold is found digit by digit from histograms of all ranks' magnitudes: usually two all_reduces of 2 KB,
-    more where many magnitudes are nearly the same.
+    The threshold is found from a histogram of all ranks' magnitudes around the last one: one all_reduce of 2 KB. Where
+    it has moved too far, or too many are nearly the same, it is found digit by digit.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self._threshold = 0.0
 
-    def keep(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, list[int], float]:
-        threshold, surplus = global_threshold(sums, comm, k, self._kernels, slack=k // _SLACK)
-        kept, shares = at_or_above(sums, threshold, comm, self._kernels)
-        if surplus > k // _SLACK:
-            kept, shares = cut_ties(kept, threshold, surplus, comm)
-        return kept, shares, threshold
+    def keep(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, float]:
+        slack = k // _SLACK
+        found = self._near_the_last(sums, comm, k, slack)
+        self._threshold, surplus = found or global_threshold(sums, comm, k, self._kernels, slack)
+        kept = at_or_above(sums, self._threshold, self._kernels)
+        return cut_ties(kept, self._threshold, surplus, comm) if surplus > slack else kept, self._threshold
+
+    def _near_the_last(self, sums: SparseVector, comm: Communicator, k: int, slack: int) -> tuple[float, int] | None:
+        first = (_bits(self._threshold) >> _WINDOW_SHIFT) - _WINDOW_BINS // 2
+        if first < 0:
+            return None
+        place, reached = _kth_bin(sums, comm, k, self._kernels, first, _WINDOW_SHIFT, _WINDOW_BINS)
+        return (_number(first + place << _WINDOW_SHIFT), reached - k) if 0 <= reached - k <= slack else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"threshold": self._threshold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._threshold = float(state["threshold"])
 
 
 class ReusedCut:
@@ -57,19 +71,18 @@ class ReusedCut:
         self._steps = 0
         self._threshold = 0.0
 
-    def keep(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, list[int], float]:
+    def keep(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, float]:
         due = self._steps % self._period == 0 or k >= sums.length
         self._steps += 1
         if not due:
-            kept, shares = at_or_above(sums, self._threshold, comm, self._kernels)
+            kept = at_or_above(sums, self._threshold, self._kernels)
+            shares = all_gather_int(comm, len(kept), sums.indices.device)
             count = sum(shares)
             if 3 * k <= 4 * count <= 5 * k and (count <= k or not lopsided(shares, k)):
-                return kept, shares, self._threshold
+                return kept, self._threshold
         self._threshold, surplus = global_threshold(sums, comm, k, self._kernels, slack=0)
-        kept, shares = at_or_above(sums, self._threshold, comm, self._kernels)
-        if surplus:
-            kept, shares = cut_ties(kept, self._threshold, surplus, comm)
-        return kept, shares, self._threshold
+        kept = at_or_above(sums, self._threshold, self._kernels)
+        return cut_ties(kept, self._threshold, surplus, comm) if surplus else kept, self._threshold
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "threshold": self._threshold}
@@ -83,13 +96,10 @@ def lopsided(shares: list[int], k: int) -> bool:
     return max(shares) * len(shares) > 2 * k
 
 
-def at_or_above(
-    sums: SparseVector, threshold: float, comm: Communicator, kernels: Kernels
-) -> tuple[SparseVector, list[int]]:
+def at_or_above(sums: SparseVector, threshold: float, kernels: Kernels) -> SparseVector:
     found = kernels.above(sums.values, threshold, room=len(sums))
     assert found is not None  # there is room for all
-    kept = SparseVector(sums.indices[found.indices], found.values, sums.length)
-    return kept, all_gather_int(comm, len(kept), sums.indices.device)
+    return SparseVector(sums.indices[found.indices], found.values, sums.length)
 
 
 def global_threshold(mine: SparseVector, comm: Communicator, k: int, kernels: Kernels, slack: int) -> tuple[float, int]:
@@ -98,31 +108,43 @@ def global_threshold(mine: SparseVector, comm: Communicator, k: int, kernels: Ke
     At most `slack` more, or else it is exactly the k-th magnitude: then the others are ties. Zero where there are
     fewer than k.
     """
-    prefix, wanted = 0, k
+    first, surplus = 0, 0
     for shift, num_bits in _DIGITS:
-        counts = kernels.histogram(mine.values, prefix, shift, num_bits)
-        comm.all_reduce(counts)
-        at_or_above = counts.flip(0).cumsum(0)
-        digit_from_top = int(torch.searchsorted(at_or_above, wanted).item())
-        if digit_from_top == len(counts):
+        first <<= num_bits
+        place, reached = _kth_bin(mine, comm, k, kernels, first, shift, 1 << num_bits)
+        if reached < k:
             return 0.0, 0
-        reached, inside = ints(torch.stack([at_or_above[digit_from_top], counts.flip(0)[digit_from_top]]))
-        prefix = prefix << num_bits | (len(counts) - 1 - digit_from_top)
-        surplus = reached - wanted
-        if surplus <= slack or shift == 0:
-            return _number(prefix << shift), surplus
-        wanted -= reached - inside
-    raise AssertionError("the last digit has shift 0")
+        first, surplus = first + place, reached - k
+        if surplus <= slack:
+            return _number(first << shift), surplus
+    return _number(first), surplus
 
 
-def cut_ties(kept: SparseVector, threshold: float, surplus: int, comm: Communicator) -> tuple[SparseVector, list[int]]:
+def _kth_bin(
+    mine: SparseVector, comm: Communicator, k: int, kernels: Kernels, first: int, shift: int, num_bins: int
+) -> tuple[int, int]:
+    """The bin that the k-th largest magnitude of all ranks is in, and how many lie in it or beyond.
+
+    Where fewer than k lie in all bins: the first one.
+    """
+    counts = kernels.histogram(mine.values, first, shift, num_bins)
+    comm.all_reduce(counts)
+    reached = ints(counts.flip(0).cumsum(0).flip(0))
+    place = max((place for place in range(num_bins) if reached[place] >= k), default=0)
+    return place, reached[place]
+
+
+def cut_ties(kept: SparseVector, threshold: float, surplus: int, comm: Communicator) -> SparseVector:
     """Without `surplus` of the sums that are exactly at the threshold: the highest indices go first."""
     tied = kept.values.abs() == threshold
     everyones = all_gather_int(comm, int(tied.sum().item()), kept.indices.device)
     allowed = sum(everyones) - surplus - sum(everyones[: comm.rank])
-    kept = kept.where(~tied | (tied.cumsum(0) <= allowed))
-    return kept, all_gather_int(comm, len(kept), kept.indices.device)
+    return kept.where(~tied | (tied.cumsum(0) <= allowed))
 
 
 def _number(bits: int) -> float:
     return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32).item())
+
+
+def _bits(number: float) -> int:
+    return int(torch.tensor(number, dtype=torch.float32).view(torch.int32).item())

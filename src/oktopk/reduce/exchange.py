@@ -41,23 +41,29 @@ class Exchange:
 
     def gather(self, mine: SparseVector, comm: Communicator) -> list[SparseVector]:
         """Everyone's vector, by rank: one message to each peer."""
-        return [self.decode(buffer, mine.length) for buffer in comm.all_gather_v(self.encode(mine))]
+        return self.unpack(comm.all_gather_v(self.encode(mine)), mine, comm)
+
+    def unpack(self, buffers: Sequence[Tensor], mine: SparseVector, comm: Communicator) -> list[SparseVector]:
+        """What everyone sent, by rank."""
+        return [mine if rank == comm.rank else self.decode(buffer, mine.length) for rank, buffer in enumerate(buffers)]
 
     def gather_in_two_messages(self, mine: SparseVector, comm: Communicator) -> list[SparseVector]:
         """As `gather`, with indices and values travelling separately."""
         indices, values = wire.split_index_and_value(self.encode(mine))
         halves = zip(comm.all_gather_v(indices), comm.all_gather_v(values), strict=True)
-        return [self.decode(torch.cat(pair), mine.length) for pair in halves]
+        return self.unpack([torch.cat(pair) for pair in halves], mine, comm)
 
     def reduce_regions(self, mine: SparseVector, boundaries: Sequence[int], comm: Communicator) -> SparseVector:
         """Send each region to its owner; sum what arrives for ours, a few at a time while the next are on their way.
 
         In rank order: the same bits wherever the boundaries lie.
         """
-        pieces = [self.encode(piece) for piece in mine.split(boundaries)]
+        pieces = mine.split(boundaries)
+        nothing = torch.empty(0, dtype=torch.uint8, device=mine.indices.device)
+        packed = [nothing if rank == comm.rank else self.encode(piece) for rank, piece in enumerate(pieces)]
         arrived: list[SparseVector] = []
-        for buffer in comm.all_to_all_each(pieces):
-            arrived.append(self.decode(buffer, mine.length))
+        for rank, buffer in enumerate(comm.all_to_all_each(packed)):
+            arrived.append(pieces[rank] if rank == comm.rank else self.decode(buffer, mine.length))
             if len(arrived) > _BATCH:
                 arrived = [self.kernels.sum(arrived)]
         return self.kernels.sum(arrived)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from oktopk.comm.base import Communicator
+from oktopk.comm.base import Communicator, all_gather_ints
 from oktopk.reduce.base import ReducerSettings
 from oktopk.reduce.cut import Cut, ExactCut, ReusedCut, lopsided
 from oktopk.reduce.exchange import join, mean_of
@@ -43,9 +43,9 @@ class OkTopk:
         sent, _ = self._exchange.rounded(chosen)
         self._agree_on_regions(sent, comm)
         sums = self._exchange.reduce_regions(sent, self._boundaries, comm)
-        kept, shares, global_threshold = self._cut.keep(sums, comm, k)
+        kept, global_threshold = self._cut.keep(sums, comm, k)
         kept, gained = self._exchange.rounded(kept)
-        total = self._balance_and_gather(kept, shares, k, comm)
+        total = self._balance_and_gather(kept, k, comm)
         self._steps += 1
         contribution = self._exchange.kernels.restrict(sent, total.indices)
         return Reduction(
@@ -61,10 +61,13 @@ class OkTopk:
         if self._steps % self._tau == 0 or len(self._boundaries) != comm.size + 1:
             self._boundaries = balanced_boundaries(chosen, comm)
 
-    def _balance_and_gather(self, kept: SparseVector, shares: list[int], k: int, comm: Communicator) -> SparseVector:
+    def _balance_and_gather(self, kept: SparseVector, k: int, comm: Communicator) -> SparseVector:
+        packed = self._exchange.encode(kept)
+        shares, sizes = all_gather_ints(comm, [len(kept), packed.numel()], packed.device)
         if lopsided(shares, k):
             kept = self._exchange.rebalance(kept, shares, comm)
-        return join(self._exchange.gather(kept, comm))
+            return join(self._exchange.gather(kept, comm))
+        return join(self._exchange.unpack(comm.all_gather_v(packed, sizes), kept, comm))
 
     def state_dict(self) -> dict[str, Any]:
         return {

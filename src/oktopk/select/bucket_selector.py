@@ -8,17 +8,18 @@ among those. Where the guess was wrong, all of `acc` is looked at again: results
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from oktopk.kernels.base import Kernels
+from oktopk.kernels.base import Kernels, Seen
 from oktopk.select.base import Selector
 from oktopk.types import SparseVector
 
 _ROOM = 4
-_FACTORS = (0.5, 0.95)
+_FIRST_MARGIN, _LEAST_MARGIN, _MOST_MARGIN = 0.05, 0.001, 0.5
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class _Memory:
     acc: Tensor
     version: int
     floor: float
+    largest: float
     candidates: SparseVector | None
 
 
@@ -39,19 +41,25 @@ class BucketSelector:
         self._kernels = kernels
         self._home = home
         self._next_floor = math.inf
-        self._factor = _FACTORS[1]
+        self._margin = _FIRST_MARGIN
         self._memory: _Memory | None = None
+        self._pending: tuple[Tensor, int, float, Callable[[], Seen]] | None = None
 
-    def accumulate(self, residual: Tensor | None, gradient: Tensor, out: Tensor, k: int, limit: float) -> float:
-        """`out = residual + gradient`; returns its largest magnitude, or some number below `limit`."""
+    def accumulate(self, residual: Tensor | None, gradient: Tensor, out: Tensor, k: int, limit: float) -> None:
+        """`out = residual + gradient`, looking out for what is worth sending and for what is beyond `limit`."""
         floor = min(self._next_floor, limit)
         seen = self._kernels.accumulate(residual, gradient, out, floor, _ROOM * k, self._home)
-        self._memory = _Memory(out, out._version, floor, seen.candidates)
-        return seen.largest
+        self._memory = None
+        self._pending = (out, out._version, floor, seen)
+
+    def largest(self) -> float:
+        """The largest magnitude of what `accumulate` made, or some number within its limit. Waits for the device."""
+        memory = self._remembered()
+        return memory.largest if memory is not None else 0.0
 
     def forget(self) -> None:
         """Let go of `acc`."""
-        self._memory = None
+        self._memory = self._pending = None
 
     def top_k(self, acc: Tensor, k: int) -> SparseVector:
         candidates = self._candidates(acc)
@@ -62,12 +70,12 @@ class BucketSelector:
         else:
             best = self._inner.top_k(acc, k).to(self._home)
         if self._is_ours(acc):
-            self._guess(best, too_few=candidates is not None and not enough)
+            self._guess(best, k, None if candidates is None else len(candidates))
         return best
 
     def above(self, acc: Tensor, threshold: float) -> SparseVector:
-        candidates = self._candidates(acc)
-        if candidates is None or self._memory is None or threshold < self._memory.floor:
+        candidates, memory = self._candidates(acc), self._remembered()
+        if candidates is None or memory is None or threshold < memory.floor:
             return self._inner.above(acc, threshold).to(self._home)
         found = self._inner.above(candidates.values, threshold)
         return SparseVector(candidates.indices[found.indices], found.values, acc.numel())
@@ -80,14 +88,31 @@ class BucketSelector:
     def normal_threshold(self, acc: Tensor, k: int) -> float:
         return self._inner.normal_threshold(acc, k)
 
+    def _remembered(self) -> _Memory | None:
+        if self._pending is not None:
+            out, version, floor, seen = self._pending
+            self._pending, found = None, seen()
+            self._memory = _Memory(out, version, floor, found.largest, found.candidates)
+        return self._memory
+
     def _is_ours(self, acc: Tensor) -> bool:
-        return self._memory is not None and acc is self._memory.acc and acc._version == self._memory.version
+        memory = self._remembered()
+        return memory is not None and acc is memory.acc and acc._version == memory.version
 
     def _candidates(self, acc: Tensor) -> SparseVector | None:
-        return self._memory.candidates if self._memory is not None and self._is_ours(acc) else None
+        return self._memory.candidates if self._is_ours(acc) and self._memory is not None else None
 
-    def _guess(self, best: SparseVector, too_few: bool) -> None:
-        """The next floor: below the smallest chosen, by more after each time that was not low enough."""
-        lowest, highest = _FACTORS
-        self._factor = max(lowest, self._factor * 0.95) if too_few else min(highest, self._factor * 1.005)
-        self._next_floor = self._factor * float(best.values.abs().min().item()) if len(best) else math.inf
+    def _guess(self, best: SparseVector, k: int, num_candidates: int | None) -> None:
+        """The next floor: below the smallest chosen, by a margin that lets a little more than k pass, not much more.
+
+        How many lie just below it depends on the gradients: where they persist, residuals pile up there.
+        """
+        if num_candidates is None:
+            change = 0.5 if math.isfinite(self._next_floor) else 1.0
+        elif num_candidates < k:
+            change = 2.0
+        else:
+            change = 1.2 if num_candidates < 1.1 * k else 0.8 if num_candidates > 2 * k else 1.0
+        self._margin = min(max(self._margin * change, _LEAST_MARGIN), _MOST_MARGIN)
+        smallest = float(best.values.abs().min().item()) if len(best) else math.inf
+        self._next_floor = (1.0 - self._margin) * smallest

@@ -45,7 +45,7 @@ class PairwiseExchange(ABC):
         if not is_direct(tensor.numel() * tensor.element_size(), self.size):
             self._library_all_reduce(tensor)
             return
-        everyones = [torch.empty_like(tensor) for _ in range(self.size)]
+        everyones = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(self.size)]
         everyones[self.rank].copy_(tensor)
         buffers = [one.reshape(-1).view(torch.uint8) for one in everyones]
         peers = [(self.rank + shift) % self.size for shift in range(1, self.size)]

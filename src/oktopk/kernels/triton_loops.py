@@ -13,9 +13,26 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def look(residual, gradient, out, words, counts, floor, n, ADD: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr):
-    """One block: out = residual + gradient; one bit for each element that reaches `floor`, and how many do."""
+def look(
+    residual,
+    gradient,
+    out,
+    words,
+    counts,
+    facts,
+    floor,
+    n,
+    ADD: tl.constexpr,
+    STORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block: out = residual + gradient; one bit for each element that reaches `floor`, and how many do.
+
+    Clears `facts` for `collect`.
+    """
     block = tl.program_id(0)
+    if block == 0:
+        tl.store(facts + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     start = block.to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     inside = start + at < n
@@ -31,8 +48,10 @@ def look(residual, gradient, out, words, counts, floor, n, ADD: tl.constexpr, ST
 
 
 @triton.jit
-def collect(numbers, words, ends, room, indices, values, peak, num_words, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The elements whose bits `look` set in GROUP blocks, to their places among all; the largest one's bits to `peak`.
+def collect(numbers, words, ends, room, indices, values, facts, num_words, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The elements whose bits `look` set in GROUP blocks, to their places among all.
+
+    To `facts` go their number over all blocks, and the largest one's bits.
 
     Every word gives one of its elements in each round: rounds are few, where elements are.
     """
@@ -55,7 +74,9 @@ def collect(numbers, words, ends, room, indices, values, peak, num_words, BLOCK:
         tl.store(values + target, value, mask=fits)
         word = word & (word - 1)
         target += 1
-    tl.atomic_max(peak, tl.max(largest, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_max(facts + 1, tl.max(largest, 0).to(tl.int64), sem="relaxed")
+    if group == tl.num_programs(0) - 1:
+        tl.store(facts, tl.load(ends + (num_words // (BLOCK // 32) - 1)))
 
 
 @triton.jit

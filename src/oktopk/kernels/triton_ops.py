@@ -21,6 +21,7 @@ _RADIX = ((23, 8), (15, 8), (7, 8), (0, 7))
 _HISTOGRAM_BLOCK, _HISTOGRAM_PROGRAMS = 4096, 1024
 _SCATTER_BLOCK = 1024
 _SMALLEST_BITS = 1
+_FEW = 1 << 21
 
 
 class TritonKernels(TorchKernels):
@@ -36,6 +37,8 @@ class TritonKernels(TorchKernels):
         return found.fetch(values.device)().candidates
 
     def kth_magnitude(self, values: Tensor, k: int) -> float:
+        if values.numel() <= _FEW:  # sorted sooner than the kernels for all its digits are started
+            return float(values.abs().sort().values[-k].item())
         state = torch.tensor([0, k], dtype=torch.int32).to(values.device, non_blocking=True)
         for shift, num_bits in _RADIX:
             counts = _count_digits(values.contiguous(), state, shift, num_bits)
@@ -58,7 +61,7 @@ class _Found:
         self._length = length
         self.indices = torch.empty(room, dtype=torch.int64, device=device)
         self.values = torch.empty(room, dtype=torch.float32, device=device)
-        self.facts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.facts = torch.empty(2, dtype=torch.int64, device=device)
 
     def fetch(self, home: torch.device) -> Callable[[], Seen]:
         """What was seen, once it is asked for: the candidates on `home`, unless there was no room.
@@ -67,19 +70,18 @@ class _Found:
         more than a copy.
         """
         start = self._room // 2 if home.type == "cpu" else 0
-        arriving = _to_host(self.facts, self.indices[:start], self.values[:start])
+        arriving = _to_host(self.facts, *((self.indices[:start], self.values[:start]) if start else ()))
 
         def seen() -> Seen:
-            facts, indices, values = arriving()
+            facts, *rest = arriving()
+            indices, values = rest or (self.indices, self.values)
             count, largest_bits = ints(facts)
             largest = float(np.int32(largest_bits).view(np.float32))
             if count > self._room:
                 return Seen(largest, None)
-            if home.type != "cpu":
-                indices, values = self.indices, self.values
-            elif count > start:
+            if home.type == "cpu" and count > start:
                 indices, values = _to_host(self.indices[:count], self.values[:count])()
-            return Seen(largest, SparseVector(indices[:count], values[:count], self._length))
+            return Seen(largest, SparseVector(indices[:count], values[:count], self._length).to(home))
 
         return seen
 
@@ -101,15 +103,27 @@ def _look(residual: Tensor | None, gradient: Tensor, out: Tensor | None, floor: 
     n, device = gradient.numel(), gradient.device
     found = _Found(room, n, device)
     if n == 0:
+        found.facts.zero_()
         return found
     blocks = -(-n // _BLOCK)
-    words = torch.empty(blocks * (_BLOCK // 32), dtype=torch.int32, device=device)
-    counts = torch.empty(blocks, dtype=torch.int32, device=device)
+    num_words = blocks * (_BLOCK // 32)
+    scratch = torch.empty(num_words + blocks, dtype=torch.int32, device=device)
+    words, counts = scratch[:num_words], scratch[num_words:]
     sums = gradient if out is None else out
     before = gradient if residual is None else residual
     kinds = {"ADD": residual is not None, "STORE": out is not None}
     loops.look[(blocks,)](
-        before, gradient, sums, words, counts, _bits_of(floor), n, **kinds, BLOCK=_BLOCK, num_warps=_LOOK_WARPS
+        before,
+        gradient,
+        sums,
+        words,
+        counts,
+        found.facts,
+        _bits_of(floor),
+        n,
+        **kinds,
+        BLOCK=_BLOCK,
+        num_warps=_LOOK_WARPS,
     )
     ends = torch.cumsum(counts, 0)
     loops.collect[(-(-blocks // _GROUP),)](
@@ -119,13 +133,12 @@ def _look(residual: Tensor | None, gradient: Tensor, out: Tensor | None, floor: 
         room,
         found.indices,
         found.values,
-        found.facts[1:],
-        words.numel(),
+        found.facts,
+        num_words,
         BLOCK=_BLOCK,
         GROUP=_GROUP,
         num_warps=_COLLECT_WARPS,
     )
-    found.facts[0] = ends[-1]
     return found
 
 

@@ -3,6 +3,8 @@ persistent part, on which residuals grow for a long time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,10 +55,29 @@ def make(kind: str, n: int, rank: int, step: int, seed: int) -> Tensor:
     return torch.from_numpy(g.astype(np.float32))
 
 
-class Synthetic:
-    """A persistent heavy-tailed base, common to all ranks, under layers of different scale, plus noise of each rank."""
+def at_the_limit(n: int, limit: float) -> Tensor:
+    """Of either sign, the same on every rank: the largest fp32 number that is not beyond `limit`."""
+    largest = np.float32(limit)
+    if float(largest) > limit:
+        largest = np.nextafter(largest, np.float32(0.0))
+    return torch.from_numpy(np.where(np.arange(n) % 3 == 0, -largest, largest))
 
-    def __init__(self, n: int, rank: int) -> None:
+
+SCHEDULES: dict[str, Callable[[int], float]] = {
+    "synthetic": lambda _: 1.0,
+    "synthetic_spike": lambda step: 10.0 if step == 20 else 1.0,
+    "synthetic_drop": lambda step: 0.1 if step >= 20 else 1.0,
+}
+
+
+class Synthetic:
+    """A persistent heavy-tailed base, common to all ranks, under layers of different scale, plus noise of each rank.
+
+    At every step multiplied by what the schedule of its kind says.
+    """
+
+    def __init__(self, n: int, rank: int, kind: str = "synthetic") -> None:
+        self._factor = SCHEDULES[kind]
         self._base = np.random.default_rng([2022, 0]).standard_t(3, n).astype(np.float32)
         self._noise = np.random.default_rng([2022, 1 + rank]).laplace(0.0, 1.0, n).astype(np.float32)
         parts = [0.02, 0.05, 0.08, 0.10, 0.15, 0.15, 0.20, 0.25]
@@ -68,4 +89,5 @@ class Synthetic:
 
     def at(self, step: int) -> Tensor:
         shift = (1 + step) * 1000003 % len(self._base)
-        return torch.from_numpy(self._scale * (self._base + np.roll(self._noise, shift)))
+        unscaled = self._scale * (self._base + np.roll(self._noise, shift))
+        return torch.from_numpy(unscaled * np.float32(self._factor(step)))

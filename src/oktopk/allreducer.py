@@ -153,6 +153,7 @@ class AllReducer:
                 raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
         self._feedback.load_state_dict(state["feedback"])
         self._lanes.clear()
+        self._started.clear()
         self._saved_reducers = dict(state["reducers"])
         self.step = int(state["step"])
         self.num_skipped_steps = int(state["num_skipped_steps"])

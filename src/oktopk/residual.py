@@ -207,6 +207,7 @@ class MomentumResidual:
         self._residual = Residual(kernels)
         self._velocity = NamedBuffers()
         self._pending: dict[tuple[Slot, ...], tuple[Bucket, Tensor]] = {}
+        self._retained: list[tuple[Slot, ...]] = []
 
     def compensate(self, bucket: Bucket, accumulate: Accumulate = plain_sum) -> Tensor:
         velocity = self._velocity.get(bucket)
@@ -222,16 +223,18 @@ class MomentumResidual:
             sent = contribution.to(acc.device)
             mostly = 2.0 * sent.values.abs() > acc[sent.indices].abs()  # others only stand in for a sum's rounding
             velocity[sent.indices[mostly]] = 0.0
+        self._retained.append(bucket.slots)
         return self._residual.retain(bucket, acc, contribution, rounding)
 
     def commit(self) -> None:
-        for bucket, velocity in self._pending.values():
-            self._velocity.put(bucket, velocity)
-        self._pending.clear()
+        for slots in self._retained:  # others may have been compensated ahead of their turn
+            self._velocity.put(*self._pending.pop(slots))
+        self._retained.clear()
         self._residual.commit()
 
     def roll_back(self) -> None:
         self._pending.clear()
+        self._retained.clear()
         self._residual.roll_back()
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,3 +245,4 @@ class MomentumResidual:
         self._residual.load_state_dict({"residual": state["residual"]})
         self._velocity = velocity
         self._pending.clear()
+        self._retained.clear()

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from oktopk.comm import CommRecord, CountingCommunicator
 from oktopk.comm.base import Communicator
+from oktopk.precheck import largest_safe
 from oktopk.reduce import ReducerSettings
 from oktopk.reduce.exchange import Exchange
 from oktopk.registry import make_communicator, make_kernels, make_selector, reducer_factory
+from oktopk.select.bucket_selector import BucketSelector
 from oktopk.settings import WIRE_DTYPES
 from oktopk.types import Reduction, SparseVector
 from tests import gradients
@@ -33,6 +35,8 @@ class Case:
     kernels: str = "auto"
     wire_dtype: str = "fp32"
     thresholds: Literal["exact", "reuse"] = "exact"
+    remembers: bool = False
+    """Through a selector that knows its bucket, as in an AllReducer."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,11 @@ class Step:
 
 def drive(comm: Communicator, case: Case) -> list[Step]:
     """`case.steps` steps of acc = residual + gradient, reduce, residual = acc - contribution, on one rank."""
-    source = gradients.Synthetic(case.n, comm.rank) if case.kind == "synthetic" else None
+    source = gradients.Synthetic(case.n, comm.rank, case.kind) if case.kind in gradients.SCHEDULES else None
     kernels = make_kernels(case.kernels)
+    bucket = BucketSelector(make_selector(kernels), kernels, torch.device("cpu"))
     settings = ReducerSettings(
-        selector=make_selector(kernels),
+        selector=bucket if case.remembers else make_selector(kernels),
         exchange=Exchange(kernels, WIRE_DTYPES[case.wire_dtype]),
         thresholds=case.thresholds,
         tau=case.tau,
@@ -60,8 +65,17 @@ def drive(comm: Communicator, case: Case) -> list[Step]:
     residual = torch.zeros(case.n)
     steps = []
     for step in range(case.steps):
-        fresh = source.at(step) if source else gradients.make(case.kind, case.n, comm.rank, step, case.seed)
-        acc = residual + fresh
+        if source:
+            fresh = source.at(step)
+        elif case.kind == "at_the_limit":
+            fresh = gradients.at_the_limit(case.n, largest_safe(comm.size))
+        else:
+            fresh = gradients.make(case.kind, case.n, comm.rank, step, case.seed)
+        acc = torch.empty(case.n)
+        if case.remembers:
+            bucket.accumulate(residual, fresh, acc, case.k, largest_safe(comm.size))
+        else:
+            torch.add(residual, fresh, out=acc)
         before = acc.clone()
         reduction = reducer.reduce(acc, counting, case.k)
         assert torch.equal(acc, before), "a reducer must not write into acc"
@@ -102,3 +116,17 @@ def assert_lawful(by_rank: list[list[Step]]) -> None:
         gap = (owed.sum(0) - size * mean.double() - left.sum(0)).abs()
         allowed = LAW_TOLERANCE * owed.abs().sum(0) + size * 1.5e-45  # one unit of the smallest denormal each
         assert bool((gap <= allowed).all()), f"step {number}: the law is broken by {(gap - allowed).max():g}"
+
+
+def assert_same_steps(left: list[list[Step]], right: list[list[Step]]) -> None:
+    """Bit for bit, on every rank: what was applied, what is owed, what was counted and sent."""
+    for rank, (steps, others) in enumerate(zip(left, right, strict=True)):
+        for number, (step, other) in enumerate(zip(steps, others, strict=True)):
+            where = f"step {number}, rank {rank}"
+            for name in ("mean", "residual"):
+                bits, expected = (getattr(one, name).view(torch.int32) for one in (step, other))
+                assert torch.equal(bits, expected), f"{where}: another {name} at {(bits != expected).nonzero()[:5]}"
+            for name in ("local_count", "global_count", "local_threshold", "global_threshold"):
+                assert getattr(step.reduction, name) == getattr(other.reduction, name), f"{where}: another {name}"
+            sent = [[(r.operation, r.peer, r.bytes_sent, r.bytes_received) for r in s.traffic] for s in (step, other)]
+            assert sent[0] == sent[1], f"{where}: another traffic"

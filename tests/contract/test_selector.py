@@ -16,19 +16,42 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oktopk.kernels.base import Kernels, Seen
+from oktopk.kernels.by_device import best_kernels, numba_kernels
+from oktopk.kernels.torch_ops import TorchKernels
+from oktopk.precheck import largest_safe
 from oktopk.select import timing
 from oktopk.select.base import Selector
+from oktopk.select.bucket_selector import BucketSelector
+from oktopk.select.kernel_selector import KernelSelector
 from oktopk.select.timing import TimedSelector
 from oktopk.select.torch_ops import TorchSelector
 from oktopk.types import SparseVector
+from tests.gradients import Synthetic
 
 
 def timed_torch() -> Selector:
     return TimedSelector(TorchSelector())
 
 
-SELECTORS: list[Callable[[], Selector]] = [TorchSelector, timed_torch]
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+def over_numba() -> Selector:
+    return KernelSelector(numba_kernels())
+
+
+def over_the_best() -> Selector:
+    return KernelSelector(best_kernels())
+
+
+def with_a_bucket() -> Selector:
+    """Which has seen nothing of the tensors it is asked about."""
+    return BucketSelector(KernelSelector(best_kernels()), best_kernels(), torch.device("cpu"))
+
+
+ON_CPU: list[Callable[[], Selector]] = [TorchSelector, timed_torch, over_numba, with_a_bucket]
+ON_CUDA: list[Callable[[], Selector]] = [TorchSelector, timed_torch, over_the_best]
+SELECTORS = [(make, "cpu") for make in ON_CPU]
+if torch.cuda.is_available():
+    SELECTORS += [(make, "cuda") for make in ON_CUDA]
 LAW = settings(derandomize=True, deadline=None, max_examples=80)
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
@@ -41,14 +64,20 @@ FINITE = st.one_of(
 ARRAYS = st.lists(FINITE, min_size=1, max_size=40).map(lambda values: np.array(values, dtype=np.float32))
 
 
-@pytest.fixture(params=SELECTORS, ids=lambda make: make.__name__, scope="module")
-def selector(request: pytest.FixtureRequest) -> Selector:
-    return request.param()
+@pytest.fixture(params=SELECTORS, ids=lambda pair: f"{pair[0].__name__}-{pair[1]}", scope="module")
+def both(request: pytest.FixtureRequest) -> tuple[Selector, torch.device]:
+    make, device = request.param
+    return make(), torch.device(device)
 
 
-@pytest.fixture(params=DEVICES, scope="module")
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+@pytest.fixture(scope="module")
+def selector(both: tuple[Selector, torch.device]) -> Selector:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def device(both: tuple[Selector, torch.device]) -> torch.device:
+    return both[1]
 
 
 def normal(n: int, seed: int, scale: float = 1.0, mean: float = 0.0) -> np.ndarray:
@@ -204,6 +233,30 @@ def test_top_k_is_exact_in_a_large_input_with_a_tie_at_the_cut(selector: Selecto
         assert_holds(selector.top_k(put(values, device), k), values, oracle_top_k(values, k), device)
 
 
+@pytest.mark.parametrize("k", [2048, 3000, 61 * 1024, 100_000])
+@pytest.mark.parametrize("period", [2, 59, 61, 1024])
+@pytest.mark.parametrize("often", [True, False], ids=["large where sampled", "small where sampled"])
+def test_top_k_is_exact_where_every_so_manieth_element_is_unlike_the_rest(
+    selector: Selector, device: torch.device, k: int, period: int, often: bool
+) -> None:
+    """A sample of it may show far too much, or nothing."""
+    values = normal(130_000, 18)
+    values[::period] *= 1000.0 if often else 0.0
+    acc = put(values, device)
+    assert_holds(selector.top_k(acc, k), values, oracle_top_k(values, k), device)
+    assert selector.kth_magnitude(acc, k) == oracle_kth(values, k)
+
+
+@pytest.mark.parametrize("k", [2500, 5000, 20_000])
+def test_fewer_non_zeros_than_a_large_k(selector: Selector, device: torch.device, k: int) -> None:
+    values = normal(20_000, 19)
+    values[np.random.default_rng(20).random(20_000) < 0.9] = 0.0
+    acc = put(values, device)
+    assert np.count_nonzero(values) < k
+    assert_holds(selector.top_k(acc, k), values, oracle_top_k(values, k), device)
+    assert selector.kth_magnitude(acc, k) == 0.0
+
+
 # --- who owns what
 
 
@@ -327,6 +380,287 @@ def test_timed_selector_passes_on_what_the_inner_one_raises() -> None:
         TimedSelector(Broken()).top_k(torch.ones(4), 2)
 
 
+# --- one that knows its bucket
+
+N, K = 4000, 40
+LIMIT = largest_safe(4)
+CPU = torch.device("cpu")
+SYNTHETIC = Synthetic(N, 0)
+
+
+class Watched:
+    """Selector and kernels in one, which count how often all of an `acc` is looked at, after the pass that made it."""
+
+    def __init__(self, selector: Selector, kernels: Kernels) -> None:
+        self._selector = selector
+        self._kernels = kernels
+        self.full_looks = 0
+        self.passes = 0
+
+    def _look(self, values: torch.Tensor) -> None:
+        self.full_looks += values.numel() == N
+
+    def accumulate(self, *arguments: object) -> Callable[[], Seen]:
+        self.passes += 1
+        return self._kernels.accumulate(*arguments)  # type: ignore[arg-type]
+
+    def top_k(self, acc: torch.Tensor, k: int) -> SparseVector:
+        self._look(acc)
+        return self._selector.top_k(acc, k)
+
+    def above(self, acc: torch.Tensor, threshold: float) -> SparseVector:
+        self._look(acc)
+        return self._selector.above(acc, threshold)
+
+    def kth_magnitude(self, acc: torch.Tensor, k: int) -> float:
+        self._look(acc)
+        return self._selector.kth_magnitude(acc, k)
+
+    def normal_threshold(self, acc: torch.Tensor, k: int) -> float:
+        self._look(acc)
+        return self._selector.normal_threshold(acc, k)
+
+
+KERNELS: dict[str, Callable[[], Kernels]] = {"torch": TorchKernels, "numba": numba_kernels}
+each_kernels = pytest.mark.parametrize("make_kernels", KERNELS.values(), ids=KERNELS)
+
+
+def bucket_selector(make_kernels: Callable[[], Kernels]) -> tuple[BucketSelector, Watched]:
+    kernels = make_kernels()
+    watched = Watched(KernelSelector(kernels), kernels)
+    return BucketSelector(watched, watched, CPU), watched  # type: ignore[arg-type]
+
+
+def steady(step: int) -> np.ndarray:
+    """The same distribution every time, at other places."""
+    return normal(N, 1000 + step)
+
+
+def heavy(step: int) -> np.ndarray:
+    return heavy_tails(N, 2000 + step, freedom=3.0)
+
+
+def persistent(step: int) -> np.ndarray:
+    """What is large once stays so, under noise."""
+    return SYNTHETIC.at(step).numpy()
+
+
+SEQUENCES: dict[str, Callable[[int], np.ndarray]] = {
+    "steady": steady,
+    "persistent": persistent,
+    "growing": lambda step: steady(0) + 0.1 * steady(step),
+    "spike": lambda step: steady(step) * np.float32(10.0 if step == 12 else 1.0),
+    "drop": lambda step: steady(step) * np.float32(0.1 if step >= 12 else 1.0),
+    "on and off": lambda step: steady(step) * np.float32(step % 3 == 0),
+    "zeros": lambda _: np.zeros(N, dtype=np.float32),
+    "zeros at first": lambda step: steady(step) * np.float32(step >= 8),
+    "all tied": lambda _: np.full(N, -0.25, dtype=np.float32),
+    "all tied, growing": lambda step: np.full(N, 0.25 * (step + 1), dtype=np.float32),
+    "ties": lambda step: ties(N, step),
+    "one-hot": lambda step: one_hot(N, step, 1.0 + step),
+    "fewer than k": lambda step: few_nonzeros(N, step),
+    "denormals": lambda step: (steady(step) * 1e-40).astype(np.float32),
+    "near the limit": lambda step: np.clip(steady(step) * np.float32(2e37), -LIMIT, LIMIT).astype(np.float32),
+}
+
+
+@each_kernels
+@pytest.mark.parametrize("feedback", [True, False], ids=["with residual", "gradients alone"])
+@pytest.mark.parametrize("sequence", SEQUENCES.values(), ids=SEQUENCES)
+def test_what_is_selected_does_not_depend_on_what_is_remembered(
+    sequence: Callable[[int], np.ndarray], feedback: bool, make_kernels: Callable[[], Kernels]
+) -> None:
+    """Everything a reducer may ask, of the bucket's `acc` and of other tensors, before and after its top k."""
+    remembering, _ = bucket_selector(make_kernels)
+    plain = TorchSelector()
+    residual: torch.Tensor | None = None
+    for step in range(18):
+        fresh = torch.from_numpy(sequence(step))
+        expected = fresh.clone() if residual is None else residual + fresh
+        acc = torch.empty(N)
+        remembering.accumulate(residual, fresh, acc, K, LIMIT)
+        assert torch.equal(acc.view(torch.int32), expected.view(torch.int32))
+        values = acc.numpy()
+        kth = oracle_kth(values, K)
+        for _ in range(2):
+            for threshold in (kth, 0.97 * kth, 0.5 * kth, 1.1 * kth, 0.0):
+                same(remembering.above(acc, threshold), plain.above(acc, threshold))
+            for k in (K, 1, K - 1, K + 1, 3 * K, N, N + 1):
+                assert remembering.kth_magnitude(acc, k) == oracle_kth(values, k)
+            best = remembering.top_k(acc, K)
+            assert_holds(best, values, oracle_top_k(values, K), CPU)
+            assert_holds(remembering.top_k(acc, K + 5), values, oracle_top_k(values, K + 5), CPU)
+            assert remembering.normal_threshold(acc, K) == plain.normal_threshold(acc, K)
+        other = torch.from_numpy(normal(N, step))
+        assert_holds(remembering.top_k(other, K), other.numpy(), oracle_top_k(other.numpy(), K), CPU)
+        remembering.forget()
+        assert_holds(remembering.top_k(acc, K), values, oracle_top_k(values, K), CPU)
+        if feedback:
+            acc[best.indices] = 0.0
+            residual = acc
+
+
+def same(found: SparseVector, expected: SparseVector) -> None:
+    assert found.length == expected.length
+    assert found.indices.tolist() == expected.indices.tolist()
+    assert found.values.view(torch.int32).tolist() == expected.values.view(torch.int32).tolist()
+
+
+@each_kernels
+@LAW
+@given(data=st.data(), n=st.integers(1, 60))
+def test_any_sequence_of_steps_is_selected_from_exactly(
+    make_kernels: Callable[[], Kernels], data: st.DataObject, n: int
+) -> None:
+    remembering, _ = bucket_selector(make_kernels)
+    for _ in range(data.draw(st.integers(1, 6))):
+        values = np.array(data.draw(st.lists(FINITE, min_size=n, max_size=n)), dtype=np.float32)
+        k = data.draw(st.integers(1, n))
+        acc = torch.empty(n)
+        remembering.accumulate(None, torch.from_numpy(values), acc, k, LIMIT)
+        largest = remembering.largest()
+        assert (largest <= LIMIT) == (float(np.abs(values).max()) <= LIMIT)
+        assert_holds(remembering.top_k(acc, k), values, oracle_top_k(values, k), CPU)
+        threshold = data.draw(st.sampled_from([abs(float(value)) for value in values]))
+        assert_holds(remembering.above(acc, threshold), values, oracle_above(values, threshold), CPU)
+
+
+@each_kernels
+def test_what_was_changed_since_is_looked_at_anew(make_kernels: Callable[[], Kernels]) -> None:
+    """In place, through a view, as parameters without a gradient are zeroed."""
+    remembering, watched = bucket_selector(make_kernels)
+    for step in range(4):
+        acc = torch.empty(N)
+        remembering.accumulate(None, torch.from_numpy(steady(step)), acc, K, LIMIT)
+        remembering.top_k(acc, K)
+    for change in (lambda part: part.zero_(), lambda part: part.mul_(-3.0), lambda part: part.fill_(7.0)):
+        acc = torch.empty(N)
+        remembering.accumulate(None, torch.from_numpy(steady(5)), acc, K, LIMIT)
+        change(acc[1000:2500])
+        values, before = acc.numpy().copy(), watched.full_looks
+        assert_holds(remembering.top_k(acc, K), values, oracle_top_k(values, K), CPU)
+        threshold = oracle_kth(values, K)
+        assert_holds(remembering.above(acc, threshold), values, oracle_above(values, threshold), CPU)
+        assert remembering.kth_magnitude(acc, K) == threshold
+        assert watched.full_looks == before + 3
+
+
+@each_kernels
+def test_a_copy_of_the_bucket_is_another_tensor(make_kernels: Callable[[], Kernels]) -> None:
+    remembering, watched = bucket_selector(make_kernels)
+    acc = torch.empty(N)
+    for step in range(4):
+        remembering.accumulate(None, torch.from_numpy(steady(step)), acc, K, LIMIT)
+        remembering.top_k(acc, K)
+    before = watched.full_looks
+    copied = acc.clone()
+    assert_holds(remembering.top_k(copied, K), copied.numpy(), oracle_top_k(copied.numpy(), K), CPU)
+    assert watched.full_looks == before + 1
+
+
+@each_kernels
+@pytest.mark.parametrize(
+    ("sequence", "steps_before", "feedback"),
+    [
+        (steady, 10, False),
+        (steady, 10, True),
+        (heavy, 10, False),
+        (heavy, 10, True),
+        (SEQUENCES["growing"], 10, False),
+        (SEQUENCES["growing"], 60, True),
+        (persistent, 10, True),
+        (persistent, 250, True),
+    ],
+    ids=[
+        *("normal", "normal with residual", "heavy", "heavy with residual", "alike", "alike with residual"),
+        *("persistent", "persistent for long"),
+    ],
+)
+def test_steady_steps_look_at_all_of_acc_once(
+    sequence: Callable[[int], np.ndarray], steps_before: int, feedback: bool, make_kernels: Callable[[], Kernels]
+) -> None:
+    """While `acc` is made: what the last step guessed is good enough but for a few steps of fifty.
+
+    Where gradients persist, residuals fill up: as time goes by, more and more lie just below the k-th.
+    """
+    remembering, watched = bucket_selector(make_kernels)
+    residual: torch.Tensor | None = None
+    for step in range(steps_before + 50):
+        if step == steps_before:
+            watched.full_looks = watched.passes = 0
+        acc = torch.empty(N)
+        remembering.accumulate(residual, torch.from_numpy(sequence(step)), acc, K, LIMIT)
+        best = remembering.top_k(acc, K)
+        remembering.forget()
+        if feedback:
+            acc[best.indices] = 0.0
+            residual = acc
+    assert watched.passes == 50
+    assert watched.full_looks <= 5
+
+
+@each_kernels
+@pytest.mark.parametrize(
+    ("bad", "beyond"),
+    [
+        (math.nan, True),
+        (math.inf, True),
+        (-math.inf, True),
+        (1.1 * LIMIT, True),
+        (-LARGEST, True),
+        (0.9 * LIMIT, False),
+        (0.0, False),
+    ],
+    ids=str,
+)
+def test_the_largest_tells_of_what_is_beyond_the_limit(
+    make_kernels: Callable[[], Kernels], bad: float, beyond: bool
+) -> None:
+    """Whatever is remembered, in a gradient or already owed, and though far more than there is room for is found."""
+    for steps_before in (0, 3):
+        for scale in (1.0, 100.0, 0.0):
+            for k in (0, 1, K):  # none are chosen in a dense step
+                remembering, _ = bucket_selector(make_kernels)
+                for step in range(steps_before):
+                    acc = torch.empty(N)
+                    remembering.accumulate(None, torch.from_numpy(steady(step)), acc, K, LIMIT)
+                    remembering.top_k(acc, K)
+                gradient = torch.from_numpy(steady(9)) * scale
+                owed = torch.zeros(N)
+                for holder in (gradient, owed):
+                    holder[1234] = bad
+                    if holder is owed:
+                        gradient[1234] = 0.0
+                    remembering.accumulate(owed, gradient, torch.empty(N), k, LIMIT)
+                    largest = remembering.largest()
+                    assert (largest <= LIMIT) == (not beyond)
+
+
+@each_kernels
+def test_the_largest_is_that_of_the_last_pass(make_kernels: Callable[[], Kernels]) -> None:
+    """Of what reached the floor: the spike, once a floor is known."""
+    remembering, _ = bucket_selector(make_kernels)
+    acc = torch.empty(N)
+    remembering.accumulate(None, torch.from_numpy(steady(0)), acc, K, LIMIT)
+    remembering.top_k(acc, K)
+    for spike in (1e30, 5e20, 1e30):
+        values = torch.from_numpy(steady(1))
+        values[77] = -spike
+        remembering.accumulate(None, values, acc, K, LIMIT)
+        assert remembering.largest() == float(np.float32(spike))
+
+
+def test_a_bucket_selects_for_its_home() -> None:
+    """Here nowhere; in earnest the host, for what a GPU made."""
+    nowhere = torch.device("meta")
+    kernels = TorchKernels()
+    remembering = BucketSelector(TorchSelector(), kernels, nowhere)
+    acc = torch.empty(N)
+    remembering.accumulate(None, torch.from_numpy(steady(0)), acc, K, LIMIT)
+    for found in (remembering.above(acc, 1.0), remembering.above(acc, 100.0)):
+        assert found.indices.device == found.values.device == nowhere
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: the whole suite ran on the CPU alone")
 def test_the_suite_ran_on_cuda_too() -> None:
-    assert "cuda" in DEVICES
+    assert any(device == "cuda" for _, device in SELECTORS)

@@ -16,7 +16,7 @@ from oktopk import AllReducer, Bucket, GuardViolation, NonFiniteGradientError, R
 from oktopk.comm import CommunicationError, InjectedFault, World, simulate
 from oktopk.comm.base import Communicator
 from oktopk.reduce import ReducerSettings
-from oktopk.reduce.oktopk import OkTopk
+from oktopk.reduce.oktopk import oktopk as make_oktopk
 from oktopk.reduce.topk_allgather import topk_a
 from oktopk.registry import REDUCERS
 from tests import gradients
@@ -103,6 +103,86 @@ def test_one_rank_needs_no_launcher_and_works_with_every_reducer() -> None:
         assert bool(torch.isfinite(torch.stack(means)).all())
 
 
+# --- beginning with the next bucket
+
+
+def pair(rank: int, step: int) -> list[Bucket]:
+    other = Bucket(gradients.make("heavy", 80, rank, step, 4), Bucket.layout([("d", 50), ("e", 30)]))
+    return [bucket(rank, step), other]
+
+
+def run_ahead(allreducer: AllReducer, rank: int, steps: range, ahead: bool) -> list[Tensor]:
+    """Two buckets a step; the second is prepared before the first is reduced."""
+    means = []
+    for step in steps:
+        both = pair(rank, step)
+        if ahead:
+            allreducer.prepare(both[0])
+            allreducer.prepare(both[1])
+        for current in both:
+            allreducer.reduce(current)
+            means.append(current.gradient)
+        allreducer.end_step()
+    return means
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["oktopk", "topkA", "dense"])
+def test_preparing_buckets_changes_no_bit(name: str, momentum: float, nonfinite: str) -> None:
+    settings = QUICK | {"momentum_correction": momentum, "nonfinite": nonfinite, "guard_every": 1}
+    plain, prepared = (
+        simulate(2, lambda comm, a=ahead: run_ahead(AllReducer(name, comm=comm, **settings), comm.rank, range(8), a))
+        for ahead in (False, True)
+    )
+    for left, right in zip(plain, prepared, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_bucket_prepared_for_a_step_that_is_skipped_leaves_nothing_behind(momentum: float) -> None:
+    settings = QUICK | {"momentum_correction": momentum, "nonfinite": "skip", "tau": 1}
+
+    def run(comm: Communicator, with_bad_step: bool) -> list[Tensor]:
+        allreducer = AllReducer("topkA", comm=comm, **settings)
+        means = run_ahead(allreducer, comm.rank, range(4), ahead=True)
+        if with_bad_step:
+            bad, other = pair(comm.rank, 7)
+            bad.gradient[3] = float("nan")
+            allreducer.prepare(bad)
+            allreducer.prepare(other)
+            assert allreducer.reduce(bad).skipped
+            assert allreducer.reduce(other).skipped
+            allreducer.end_step()
+        return means + run_ahead(allreducer, comm.rank, range(4, 7), ahead=True)
+
+    with_skip = simulate(2, lambda comm: run(comm, True))
+    for left, right in zip(with_skip, simulate(2, lambda comm: run(comm, False)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_what_was_prepared_before_a_state_was_loaded_does_not_count() -> None:
+    """A step that cannot be finished was begun with more than one bucket; then its state is restored."""
+
+    def run(comm: Communicator, with_bad_step: bool) -> list[Tensor]:
+        allreducer = AllReducer("topkA", comm=comm, **QUICK)
+        means = run_ahead(allreducer, comm.rank, range(4), ahead=False)
+        if with_bad_step:
+            saved = allreducer.state_dict()
+            bad, other = pair(comm.rank, 7)
+            bad.gradient[3] = float("nan")
+            allreducer.prepare(bad)
+            allreducer.prepare(other)
+            with pytest.raises(NonFiniteGradientError):
+                allreducer.reduce(bad)
+            allreducer.load_state_dict(saved)
+        return means + run_ahead(allreducer, comm.rank, range(4, 7), ahead=False)
+
+    restored = simulate(2, lambda comm: run(comm, True))
+    for left, right in zip(restored, simulate(2, lambda comm: run(comm, False)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
 # --- state
 
 
@@ -155,11 +235,17 @@ def test_two_allreducers_share_nothing() -> None:
 def tampered(change: Callable[[Reduction, int], Reduction]) -> Callable[[ReducerSettings], Any]:
     """oktopk whose result is changed on its way back; `change(reduction, rank)`."""
 
-    class Tampered(OkTopk):
-        def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
-            return change(super().reduce(acc, comm, k), comm.rank)
+    def tampered_oktopk(settings: ReducerSettings) -> Any:
+        reducer = make_oktopk(settings)
+        reduce = reducer.reduce
 
-    return Tampered
+        def reduce_and_change(acc: Tensor, comm: Communicator, k: int) -> Reduction:
+            return change(reduce(acc, comm, k), comm.rank)
+
+        reducer.reduce = reduce_and_change  # type: ignore[method-assign]
+        return reducer
+
+    return tampered_oktopk
 
 
 def without_first(vector: Tensor | SparseVector) -> SparseVector:
@@ -440,7 +526,10 @@ def test_traffic_of_others_is_not_counted_as_ours() -> None:
 
 
 def test_counted_bytes_are_those_of_the_exchange() -> None:
-    """Two ranks, topkA: 15 pairs each way in a 32-byte header, the length, and the votes on the gradient's health."""
+    """Two ranks, topkA: the votes on the gradient's health, then a length, a header of 32 bytes and 15 pairs each way.
+
+    Of the indices, the first takes 8 bytes and each gap one, or two where it is longer than 254: 24 in whole words.
+    """
 
     def run(comm: Communicator) -> oktopk.StepStats:
         return AllReducer(topk_a, comm=comm, **(QUICK | {"warmup_steps": 0})).reduce(bucket(comm.rank, 0))
@@ -448,5 +537,5 @@ def test_counted_bytes_are_those_of_the_exchange() -> None:
     for stats in simulate(2, run):
         votes = 8 * (2 + len(SLOTS))
         assert stats.local_count == stats.k == 15
-        assert stats.bytes_sent == stats.bytes_received == 15 * 8 + 32 + 8 + votes
-        assert stats.messages_sent == stats.messages_received == 2 + 2
+        assert stats.bytes_sent == stats.bytes_received == votes + 8 + 32 + 24 + 15 * 4
+        assert stats.messages_sent == stats.messages_received == 1 + 2

@@ -323,10 +323,10 @@ def test_going_back_to_an_old_layout_finds_the_newest_values() -> None:
     assert found.tolist() == [10.0, 20.0, 3.0, 4.0, 5.0]
 
 
-def test_going_back_to_an_old_layout_does_not_revive_what_was_dropped() -> None:
+def test_going_back_to_an_old_layout_does_not_revive_what_was_taken() -> None:
     memory = NamedBuffers()
     memory.put(bucket_of(AB), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
-    memory.drop(bucket_of([("a", 2)]))
+    memory.take(bucket_of([("a", 2)]))
     found = memory.get(bucket_of(AB))
     assert found is not None
     assert found.tolist() == [0.0, 0.0, 3.0, 4.0, 5.0]
@@ -350,7 +350,7 @@ LAYOUTS: list[Layout] = [AB, [("b", 3), ("a", 2)], [("a", 2)], [("b", 3)], [("c"
 
 
 @LAW
-@given(st.lists(st.tuples(st.sampled_from(["put", "drop", "get"]), st.sampled_from(LAYOUTS)), max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(["put", "take", "get"]), st.sampled_from(LAYOUTS)), max_size=8))
 def test_named_buffers_are_a_dictionary_from_name_to_values(actions: list[Action]) -> None:
     memory, oracle = NamedBuffers(), dict[str, list[float]]()
     for turn, (action, layout) in enumerate(actions):
@@ -359,8 +359,8 @@ def test_named_buffers_are_a_dictionary_from_name_to_values(actions: list[Action
             flat = [10.0 * turn + i for i in range(bucket.numel)]
             memory.put(bucket, torch.tensor(flat))
             oracle |= {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in bucket.slots}
-        elif action == "drop":
-            memory.drop(bucket)
+        elif action == "take":
+            memory.take(bucket)
             for slot in bucket.slots:
                 oracle.pop(slot.name, None)
         found = memory.get(bucket)
@@ -375,6 +375,129 @@ def test_named_buffers_hand_out_the_same_memory_for_a_known_layout() -> None:
     memory.put(bucket_of(AB), flat)
     assert memory.get(bucket_of(AB)) is flat
     assert memory.get(bucket_of([("z", 1)])) is None
+
+
+def test_taking_gives_the_memory_back_only_where_it_was_one_tensor_of_that_layout() -> None:
+    memory = NamedBuffers()
+    flat = torch.arange(5.0)
+    memory.put(bucket_of(AB), flat)
+    assert memory.take(bucket_of([("a", 2)])) is None
+    memory.put(bucket_of(AB), flat)
+    assert memory.take(bucket_of(AB)) is flat
+    assert memory.take(bucket_of(AB)) is None
+    assert memory.get(bucket_of(AB)) is None
+    assert memory.state_dict() == {}
+
+
+# --- whose addition, and in which memory
+
+
+@each_feedback
+@each_dtype
+def test_the_last_addition_is_the_callers(make: Callable[[], ErrorFeedback], dtype: torch.dtype) -> None:
+    """It gets no residual at first, later what is stored; its result is `acc`, its `out` nobody else's memory."""
+    feedback = make()
+    calls: list[torch.Tensor | None] = []
+
+    def accumulate(residual: torch.Tensor | None, gradient: torch.Tensor, out: torch.Tensor) -> None:
+        assert (out.dtype, out.shape, out.is_contiguous()) == (torch.float32, gradient.shape, True)
+        calls.append(None if residual is None else residual.clone())
+        total = gradient.float() if residual is None else residual + gradient.float()
+        out.copy_(total + 1000.0)
+
+    bucket = bucket_of(AB, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=dtype))
+    acc = feedback.compensate(bucket, accumulate)
+    assert acc.tolist() == [1001.0, 1002.0, 1003.0, 1004.0, 1005.0]
+    feedback.retain(bucket, acc, sparse([0], [1001.0], 5), None)
+    feedback.commit()
+    feedback.compensate(bucket, accumulate)
+    assert calls[0] is None
+    assert calls[1] is not None
+    assert calls[1].tolist() == [0.0, 1002.0, 1003.0, 1004.0, 1005.0]
+
+
+@each_feedback
+def test_an_accumulate_that_sums_is_as_none_at_all(make: Callable[[], ErrorFeedback]) -> None:
+    plain, given_one = make(), make()
+
+    def accumulate(residual: torch.Tensor | None, gradient: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(gradient if residual is None else gradient + residual)
+
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(4):
+        bucket = bucket_of(AB, torch.randn(5, generator=generator))
+        expected, found = plain.compensate(bucket), given_one.compensate(bucket, accumulate)
+        assert bits(found) == bits(expected)
+        for feedback, acc in ((plain, expected), (given_one, found)):
+            feedback.retain(bucket, acc, SparseVector.at(acc, torch.tensor([2])), None)
+            feedback.commit()
+
+
+def test_the_memory_of_the_last_step_is_used_again_two_steps_later() -> None:
+    """What a step gives up is where the next one puts its `acc`: two buffers take turns."""
+    feedback = Residual()
+    addresses = []
+    for _ in range(8):
+        bucket = bucket_of([("a", 1000)], torch.ones(1000))
+        acc = feedback.compensate(bucket)
+        addresses.append(acc.data_ptr())
+        feedback.retain(bucket, acc, SparseVector.at(acc, torch.tensor([3])), None)
+        feedback.commit()
+    assert addresses[2:] == addresses[:-2]
+    assert addresses[0] != addresses[1]
+    assert owed(feedback, [("a", 1000)])[:5] == [8.0, 8.0, 8.0, 0.0, 8.0]
+
+
+def test_memory_that_is_used_again_never_holds_two_debts() -> None:
+    """Buckets of the same and of other sizes, committed together or one by one, some in full: names keep theirs."""
+    generator = torch.Generator().manual_seed(6)
+    sizes = {"a": 8, "b": 8, "c": 5, "d": 8}
+    feedback = Residual()
+    expected = {name: torch.zeros(size) for name, size in sizes.items()}
+    for step in range(12):
+        for name, size in sizes.items():
+            gradient = torch.randint(-9, 10, (size,), generator=generator).float()
+            bucket = bucket_of([(name, size)], gradient)
+            acc = feedback.compensate(bucket)
+            expected[name] += gradient
+            assert acc.tolist() == expected[name].tolist()
+            if (step + size) % 4 == 0 and name != "b":
+                feedback.retain(bucket, acc, acc, None)
+                expected[name].zero_()
+            else:
+                feedback.retain(bucket, acc, SparseVector.at(acc, torch.tensor([step % size])), None)
+                expected[name][step % size] = 0.0
+            if step % 3 == 0:
+                feedback.commit()
+        feedback.commit()
+    for name, size in sizes.items():
+        assert owed(feedback, [(name, size)]) == expected[name].tolist()
+
+
+@each_feedback
+def test_a_rolled_back_step_leaves_what_is_stored_bit_for_bit(make: Callable[[], ErrorFeedback]) -> None:
+    """Also where it wrote into its `acc`, or its `accumulate` put NaN there; the next step starts from the same."""
+    generator = torch.Generator().manual_seed(9)
+    feedback = make()
+    for _ in range(4):  # so that memory is already being used again
+        bucket = bucket_of(AB, torch.randn(5, generator=generator))
+        acc = feedback.compensate(bucket)
+        feedback.retain(bucket, acc, SparseVector.at(acc, torch.tensor([1])), None)
+        feedback.commit()
+    before = {kind: {n: bits(v) for n, v in part.items()} for kind, part in feedback.state_dict().items()}
+    gradient = torch.randn(5, generator=generator)
+    expected = bits(feedback.compensate(bucket_of(AB, gradient)))
+    feedback.roll_back()
+    for retains in (False, True, True):
+        bucket = bucket_of(AB, [float("nan"), float("inf"), 1.0, 2.0, 3.0])
+        acc = feedback.compensate(bucket)
+        if retains:
+            feedback.retain(bucket, acc, SparseVector.at(acc, torch.tensor([0, 4])), None)
+        acc.fill_(float("nan"))
+        feedback.roll_back()
+        after = {kind: {n: bits(v) for n, v in part.items()} for kind, part in feedback.state_dict().items()}
+        assert after == before
+    assert bits(feedback.compensate(bucket_of(AB, gradient))) == expected
 
 
 # --- saved state
@@ -544,6 +667,17 @@ def test_dense_steps_with_momentum_correction_are_momentum_sgd() -> None:
         assert feedback.retain(bucket, acc, acc, None) is None
         feedback.commit()
         torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_only_stands_in_for_a_sums_rounding_does_not_forget_the_velocity() -> None:
+    """An owner of a region subtracts what rounding a sum gained, also where it sent nothing of its own."""
+    feedback = MomentumResidual(0.5)
+    bucket = bucket_of([("a", 3)], [4.0, 8.0, 16.0])
+    acc = feedback.compensate(bucket)
+    feedback.retain(bucket, acc, sparse([0, 1, 2], [4.0 + 2.0**-8, 2.0**-8, -(2.0**-8)], 3), None)
+    feedback.commit()
+    assert feedback.state_dict()["velocity"]["a"].tolist() == [0.0, 8.0, 16.0]
+    assert feedback.state_dict()["residual"]["a"].tolist() == [-(2.0**-8), 8.0 - 2.0**-8, 16.0 + 2.0**-8]
 
 
 def test_a_rolled_back_step_leaves_the_velocity_as_it_was() -> None:

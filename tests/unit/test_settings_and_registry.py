@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -10,18 +11,25 @@ import torch
 
 from oktopk.allreducer import AllReducer
 from oktopk.comm.simulator import SimulatedCommunicator, World
+from oktopk.kernels.by_device import ByDevice
+from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.reduce.base import ReducerSettings
+from oktopk.reduce.exchange import Exchange
 from oktopk.registry import (
     ALIASES,
+    KERNELS,
     REDUCERS,
-    SELECTORS,
     canonical_name,
     make_communicator,
+    make_kernels,
     make_selector,
     reducer_factory,
 )
+from oktopk.select.kernel_selector import KernelSelector
 from oktopk.select.torch_ops import TorchSelector
-from oktopk.settings import Settings
+from oktopk.settings import WIRE_DTYPES, Settings
+from oktopk.types import Bucket
+from oktopk.wire import ValueEncoding
 
 NAN, INF = float("nan"), float("inf")
 NAMES = (
@@ -38,6 +46,8 @@ BAD_VALUES: dict[str, list[Any]] = {
     "tau_prime": [0, -32, 32.0, NAN, "32", None, True],
     "nonfinite": ["", "Raise", "ignore", None, True, 0, ["skip"]],
     "momentum_correction": [-0.1, 1.0, 1, 2.5, NAN, INF, "0.9", None, [0.9]],
+    "wire_dtype": ["", "FP32", "fp16", "float32", "bfloat16", None, 0, 1, ["bf16"]],
+    "thresholds": ["", "Exact", "reused", None, True, 0, ["exact"]],
     "timeout_s": [0, 0.0, -1, NAN, INF, "300", None, [300]],
 }
 BAD = [(key, value) for key, values in BAD_VALUES.items() for value in values]
@@ -45,6 +55,10 @@ BAD = [(key, value) for key, values in BAD_VALUES.items() for value in values]
 
 def one_rank() -> SimulatedCommunicator:
     return SimulatedCommunicator(World(1), 0)
+
+
+def plain_settings(**further: Any) -> ReducerSettings:
+    return ReducerSettings(selector=TorchSelector(), exchange=Exchange(TorchKernels()), **further)
 
 
 # --- values
@@ -77,12 +91,66 @@ def test_a_bad_value_is_refused_with_its_key_and_itself(key: str, value: Any) ->
         {"momentum_correction": 0.999},
         {"timeout_s": 1},
         {"timeout_s": 0.5},
+        {"wire_dtype": "fp32"},
+        {"wire_dtype": "bf16"},
+        {"thresholds": "exact"},
+        {"thresholds": "reuse"},
     ],
     ids=str,
 )
 def test_values_at_the_edge_are_taken_as_they_are(good: dict[str, Any]) -> None:
     taken = Settings.of(good)
     assert {key: getattr(taken, key) for key in good} == good
+
+
+def test_values_travel_in_fp32_and_thresholds_are_exact_unless_told_otherwise() -> None:
+    settings = Settings()
+    assert (settings.wire_dtype, settings.thresholds, settings.selector) == ("fp32", "exact", "auto")
+    assert WIRE_DTYPES == {"fp32": ValueEncoding.FP32, "bf16": ValueEncoding.BF16}
+
+
+@pytest.mark.parametrize(("key", "choices"), [("wire_dtype", ("fp32", "bf16")), ("thresholds", ("exact", "reuse"))])
+def test_a_wrong_choice_is_refused_with_the_right_ones(key: str, choices: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=f"{key}='neither'") as caught:
+        AllReducer("oktopk", comm=one_rank(), **{key: "neither"})
+    assert all(repr(choice) in str(caught.value) for choice in choices)
+
+
+def test_settings_reach_the_reducer() -> None:
+    """Through AllReducer: how values travel, which thresholds, which kernels, and for how many steps they are kept."""
+    seen: list[ReducerSettings] = []
+
+    def watched(settings: ReducerSettings) -> Any:
+        seen.append(settings)
+        return reducer_factory("oktopk")(settings)
+
+    given = {"wire_dtype": "bf16", "thresholds": "reuse", "selector": "torch", "tau": 5, "tau_prime": 7}
+    allreducer = AllReducer(watched, comm=one_rank(), warmup_steps=0, min_sparse_numel=0, **given)
+    allreducer.reduce(Bucket(torch.tensor([1.0, 2.0, 1.0 + 2.0**-8]), Bucket.layout([("a", 3)])))
+    assert [(s.thresholds, s.tau, s.tau_prime, s.exchange.values) for s in seen] == [
+        ("reuse", 5, 7, ValueEncoding.BF16)
+    ]
+    assert isinstance(seen[0].exchange.kernels, TorchKernels)
+
+
+def test_what_is_sent_is_what_the_wire_carries_and_the_rest_stays_owed() -> None:
+    for wire_dtype, applied, owed in (("fp32", 1.0 + 2.0**-9, 0.0), ("bf16", 1.0, 2.0**-9)):
+        allreducer = AllReducer("topkA", comm=one_rank(), warmup_steps=0, min_sparse_numel=0, wire_dtype=wire_dtype)
+        bucket = Bucket(torch.tensor([1.0 + 2.0**-9]), Bucket.layout([("a", 1)]))
+        allreducer.reduce(bucket)
+        allreducer.end_step()
+        assert bucket.gradient.tolist() == [applied]
+        assert allreducer.state_dict()["feedback"]["residual"]["a"].tolist() == [owed]
+
+
+@pytest.mark.parametrize("thresholds", ["exact", "reuse"])
+def test_oktopk_remembers_when_it_last_found_a_threshold_only_where_it_is_reused(thresholds: Any) -> None:
+    reducer = reducer_factory("oktopk")(plain_settings(thresholds=thresholds))
+    for _ in range(3):
+        reducer.reduce(torch.tensor([4.0, 0.0, -3.0, 0.5]), one_rank(), 2)
+    state = reducer.state_dict()
+    for part in ("choice", "cut"):
+        assert state[part].get("steps") == (3 if thresholds == "reuse" else None)
 
 
 def test_unknown_settings_are_refused_with_the_known_ones() -> None:
@@ -132,7 +200,7 @@ def test_k_is_the_rounded_part_of_n_and_at_least_one(density: float, n: int, k: 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "64", None], ids=repr)
 def test_reducer_settings_refuse_bad_periods(key: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=f"{key}=") as caught:
-        ReducerSettings(selector=TorchSelector(), **{key: bad})
+        plain_settings(**{key: bad})
     assert repr(bad) in str(caught.value)
 
 
@@ -146,7 +214,7 @@ def test_the_known_compressors_are_those_of_the_design() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_compressor_is_made_by_its_name_and_reduces_on_one_rank(name: str) -> None:
     assert canonical_name(name) == name
-    reducer = reducer_factory(name)(ReducerSettings(selector=TorchSelector()))
+    reducer = reducer_factory(name)(plain_settings())
     acc = torch.tensor([4.0, 0.0, -3.0, 0.5])
     reduction = reducer.reduce(acc.clone(), one_rank(), 4)
     mean = reduction.mean if isinstance(reduction.mean, torch.Tensor) else reduction.mean.to_dense()
@@ -171,17 +239,42 @@ def test_an_unknown_compressor_is_refused_with_the_known_ones(unknown: str) -> N
         assert set(listed) == {*NAMES, "none", "topkSA"}
 
 
-def test_a_selector_is_made_by_its_name() -> None:
-    assert isinstance(make_selector("torch"), TorchSelector)
+def test_the_known_kernels_are_those_of_the_settings() -> None:
+    assert list(KERNELS) == ["auto", "torch", "numba", "triton"]
+
+
+def test_kernels_are_made_by_their_name_and_selectors_of_them() -> None:
+    assert isinstance(make_kernels("torch"), TorchKernels)
+    assert isinstance(make_selector(make_kernels("torch")), TorchSelector)
+    for name in ("auto", "numba", "triton"):
+        kernels = make_kernels(name)
+        assert isinstance(kernels, ByDevice)
+        assert isinstance(make_selector(kernels), KernelSelector)
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_every_name_selects_on_a_cpu(name: str) -> None:
+    """Kernels for another device leave it to plain torch."""
+    best = make_selector(make_kernels(name)).top_k(torch.tensor([1.0, -3.0, 0.0, 2.0]), 2)
+    assert best.indices.tolist() == [1, 3]
+
+
+def test_only_those_who_ask_for_numba_by_name_must_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "oktopk.kernels.numba_ops", None)
+    acc = torch.tensor([1.0, -3.0])
+    for name in ("auto", "torch", "triton"):
+        assert make_kernels(name).kth_magnitude(acc, 1) == 3.0
+    with pytest.raises(ImportError):
+        make_kernels("numba").kth_magnitude(acc, 1)
 
 
 @pytest.mark.parametrize("unknown", ["", "Torch", "cuda", None, 3], ids=repr)
 def test_an_unknown_selector_is_refused_with_the_known_ones(unknown: Any) -> None:
-    for ask in (make_selector, lambda name: AllReducer("oktopk", comm=one_rank(), selector=name)):
+    for ask in (make_kernels, lambda name: AllReducer("oktopk", comm=one_rank(), selector=name)):
         with pytest.raises(ValueError, match="unknown selector") as caught:
             ask(unknown)
         assert repr(unknown) in str(caught.value)
-        assert set(str(caught.value).split("known: ")[-1].split(", ")) == set(SELECTORS)
+        assert set(str(caught.value).split("known: ")[-1].split(", ")) == set(KERNELS)
 
 
 @pytest.mark.parametrize("unknown", ["", "MPI", "nccl", "gloo"])

@@ -21,7 +21,7 @@ class Seen:
     largest: float
     """The largest magnitude (NaN or Inf where there is one); 0.0 where none reached the floor."""
     candidates: SparseVector | None
-    """All of them, sorted; None where there were more than there was room for."""
+    """All of them, sorted; None where there were more than there was room for. Of no use where one is NaN or Inf."""
 
 
 class Kernels(Protocol):

@@ -1,7 +1,7 @@
 """Loops over elements for a GPU, in Triton."""
 
 # What Triton compiles carries no types that a checker could follow, and triton itself ships none.
-# pyright: basic, reportMissingImports=false, reportUntypedFunctionDecorator=false, reportMissingTypeStubs=false
+# pyright: basic, reportMissingImports=false, reportUntypedFunctionDecorator=false, reportMissingTypeStubs=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

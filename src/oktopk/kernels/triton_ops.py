@@ -15,8 +15,8 @@ from oktopk.kernels.base import Seen
 from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.types import SparseVector, ints
 
-_BLOCK, _LOOK_WARPS = 1024, 4
-_GROUP, _COLLECT_WARPS = 8, 2
+_BLOCK, _LOOK_WARPS = 2048, 4
+_GROUP, _COLLECT_WARPS = 4, 1
 _RADIX = ((23, 8), (15, 8), (7, 8), (0, 7))
 _HISTOGRAM_BLOCK, _HISTOGRAM_PROGRAMS = 4096, 1024
 _SCATTER_BLOCK = 1024

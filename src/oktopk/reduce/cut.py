@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,22 @@ from oktopk.types import SparseVector, ints
 
 _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))  # (shift, number of bits): magnitudes of fp32 are ordered like their bits
 _WINDOW_SHIFT, _WINDOW_BINS = 13, 256  # around the last threshold, in steps of 2^-10 of it
+_FINE_SHIFT = 15  # bins of 2^-8 and less
 _SLACK = 64
+_LARGE = 1024
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """`surplus` more than k magnitudes reach `number`; what is in the same bin lies below `next_bin`."""
+
+    number: float
+    next_bin: float
+    surplus: int
+
+    @staticmethod
+    def of_bin(place: int, shift: int, surplus: int) -> Threshold:
+        return Threshold(_number(place << shift), _number(place + 1 << shift), surplus)
 
 
 class Cut(Protocol):
@@ -31,7 +47,8 @@ class ExactCut:
     """The k largest sums of every step, and up to k/64 more that are almost as large as the k-th.
 
     The threshold is found from a histogram of all ranks' magnitudes around the last one: one all_reduce of 2 KB. Where
-    it has moved too far, or too many are nearly the same, it is found digit by digit.
+    it has moved too far it is found digit by digit. Where more than k/64 lie in one bin with the k-th (within 2^-10 of
+    it), as bf16 brings about, those with the highest indices are left out; a small k can afford to look closer.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -40,17 +57,19 @@ class ExactCut:
 
     def keep(self, sums: SparseVector, comm: Communicator, k: int) -> tuple[SparseVector, float]:
         slack = k // _SLACK
-        found = self._near_the_last(sums, comm, k, slack)
-        self._threshold, surplus = found or global_threshold(sums, comm, k, self._kernels, slack)
-        kept = at_or_above(sums, self._threshold, self._kernels)
-        return cut_ties(kept, self._threshold, surplus, comm) if surplus > slack else kept, self._threshold
+        found = self._near_the_last(sums, comm, k, slack) or global_threshold(sums, comm, k, self._kernels, slack)
+        self._threshold = found.number
+        kept = at_or_above(sums, found.number, self._kernels)
+        return cut_ties(kept, found, comm) if found.surplus > slack else kept, found.number
 
-    def _near_the_last(self, sums: SparseVector, comm: Communicator, k: int, slack: int) -> tuple[float, int] | None:
+    def _near_the_last(self, sums: SparseVector, comm: Communicator, k: int, slack: int) -> Threshold | None:
         first = (_bits(self._threshold) >> _WINDOW_SHIFT) - _WINDOW_BINS // 2
         if first < 0:
             return None
         place, reached = _kth_bin(sums, comm, k, self._kernels, first, _WINDOW_SHIFT, _WINDOW_BINS)
-        return (_number(first + place << _WINDOW_SHIFT), reached - k) if 0 <= reached - k <= slack else None
+        inside = reached >= k and place < _WINDOW_BINS - 1
+        close = reached - k <= slack or k >= _LARGE
+        return Threshold.of_bin(first + place, _WINDOW_SHIFT, reached - k) if inside and close else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"threshold": self._threshold}
@@ -80,9 +99,10 @@ class ReusedCut:
             count = sum(shares)
             if 3 * k <= 4 * count <= 5 * k and (count <= k or not lopsided(shares, k)):
                 return kept, self._threshold
-        self._threshold, surplus = global_threshold(sums, comm, k, self._kernels, slack=0)
-        kept = at_or_above(sums, self._threshold, self._kernels)
-        return cut_ties(kept, self._threshold, surplus, comm) if surplus else kept, self._threshold
+        found = global_threshold(sums, comm, k, self._kernels, slack=0)
+        self._threshold = found.number
+        kept = at_or_above(sums, found.number, self._kernels)
+        return cut_ties(kept, found, comm) if found.surplus else kept, found.number
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "threshold": self._threshold}
@@ -102,22 +122,22 @@ def at_or_above(sums: SparseVector, threshold: float, kernels: Kernels) -> Spars
     return SparseVector(sums.indices[found.indices], found.values, sums.length)
 
 
-def global_threshold(mine: SparseVector, comm: Communicator, k: int, kernels: Kernels, slack: int) -> tuple[float, int]:
-    """A threshold that the k largest magnitudes of all ranks' (disjoint) vectors reach, and how many more do.
+def global_threshold(mine: SparseVector, comm: Communicator, k: int, kernels: Kernels, slack: int) -> Threshold:
+    """One that the k largest magnitudes of all ranks' (disjoint) vectors reach, digit by digit.
 
-    At most `slack` more, or else it is exactly the k-th magnitude: then the others are ties. Zero where there are
-    fewer than k.
+    At most `slack` more reach it, within 2^-8 of it, or else its bin is that of one number. Zero where there are fewer
+    than k.
     """
     first, surplus = 0, 0
     for shift, num_bits in _DIGITS:
         first <<= num_bits
         place, reached = _kth_bin(mine, comm, k, kernels, first, shift, 1 << num_bits)
         if reached < k:
-            return 0.0, 0
+            return Threshold(0.0, 0.0, 0)
         first, surplus = first + place, reached - k
-        if surplus <= slack:
-            return _number(first << shift), surplus
-    return _number(first), surplus
+        if surplus <= slack and shift <= _FINE_SHIFT:
+            return Threshold.of_bin(first, shift, surplus)
+    return Threshold.of_bin(first, 0, surplus)
 
 
 def _kth_bin(
@@ -134,11 +154,11 @@ def _kth_bin(
     return place, reached[place]
 
 
-def cut_ties(kept: SparseVector, threshold: float, surplus: int, comm: Communicator) -> SparseVector:
-    """Without `surplus` of the sums that are exactly at the threshold: the highest indices go first."""
-    tied = kept.values.abs() == threshold
+def cut_ties(kept: SparseVector, threshold: Threshold, comm: Communicator) -> SparseVector:
+    """Without the surplus among those in the threshold's own bin: the highest indices go first."""
+    tied = kept.values.abs() < threshold.next_bin
     everyones = all_gather_int(comm, int(tied.sum().item()), kept.indices.device)
-    allowed = sum(everyones) - surplus - sum(everyones[: comm.rank])
+    allowed = sum(everyones) - threshold.surplus - sum(everyones[: comm.rank])
     return kept.where(~tied | (tied.cumsum(0) <= allowed))
 
 

@@ -11,6 +11,7 @@ from oktopk.select.torch_ops import TorchSelector
 from oktopk.types import SparseVector
 
 _SAMPLE_RANK = 1024
+_MANY_TIMES = 8
 
 
 class KernelSelector:
@@ -22,8 +23,7 @@ class KernelSelector:
 
     def top_k(self, acc: Tensor, k: int) -> SparseVector:
         candidates = self._at_least(acc, k)
-        surplus = len(candidates) - k
-        if surplus <= 0:
+        if len(candidates) <= k:
             return candidates
         threshold = self._kernels.kth_magnitude(candidates.values, k)
         found = self._kernels.above(candidates.values, threshold, room=len(candidates))
@@ -32,7 +32,10 @@ class KernelSelector:
         return _without_last_ties(best, threshold, len(best) - k) if len(best) > k else best
 
     def above(self, acc: Tensor, threshold: float) -> SparseVector:
-        room = max(1024, acc.numel() // 32)
+        return self._all_above(acc, threshold, room=max(1024, acc.numel() // 32))
+
+    def _all_above(self, acc: Tensor, threshold: float, room: int) -> SparseVector:
+        """Where `room` is not enough, with more."""
         while (found := self._kernels.above(acc, threshold, room)) is None:
             room *= 8
         return found
@@ -52,7 +55,7 @@ class KernelSelector:
         Where they begin is guessed from a sample, and looked for digit by digit only where the sample was wrong.
         """
         stride = k // _SAMPLE_RANK | 1  # odd: layers repeat with powers of two
-        if stride > 1:
+        if stride > 1 and acc.numel() > _MANY_TIMES * k:
             sample = acc[::stride].contiguous()
             expected = k / stride
             rank = math.ceil(expected + 4 * math.sqrt(expected))
@@ -61,7 +64,7 @@ class KernelSelector:
                 found = self._kernels.above(acc, floor, room=2 * k)
                 if found is not None and len(found) >= k:
                     return found
-        return self.above(acc, self._kernels.kth_magnitude(acc, k) if k <= acc.numel() else 0.0)
+        return self._all_above(acc, self._kernels.kth_magnitude(acc, k) if k <= acc.numel() else 0.0, room=2 * k)
 
 
 def _without_last_ties(vector: SparseVector, threshold: float, surplus: int) -> SparseVector:

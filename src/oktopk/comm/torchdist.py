@@ -14,6 +14,9 @@ from torch import Tensor
 from oktopk.comm.base import DEFAULT_TIMEOUT_S, CommunicationError
 from oktopk.comm.pairwise import Messages, PairwiseExchange
 
+Works = list[dist.Work]
+_TAG = 0
+
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
@@ -72,27 +75,31 @@ class TorchDistCommunicator(PairwiseExchange):
 
     def _arrivals(self, operation: str, sends: Messages, receives: Messages) -> Generator[Tensor]:
         staged = [(peer, target, self._stage(target, copy=False)) for peer, target in receives]
-        operations = [dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer) for peer, _, buffer in staged]
-        operations += [
-            dist.P2POp(dist.isend, self._stage(buffer, copy=True), group=self._group, group_peer=peer)
-            for peer, buffer in sends
-        ]
+        outgoing = [(peer, self._stage(buffer, copy=True)) for peer, buffer in sends]
         peers = sorted({peer for peer, _ in (*sends, *receives)})
         with self._named(operation, peers):
-            works = dist.batch_isend_irecv(operations) if operations else []
-        one_each = len(works) == len(operations)  # NCCL gives one for all
-        if not one_each:
-            self._await(operation, peers, works)
+            start = self._start_one_by_one if self._on_host else self._start_together
+            arriving, leaving = start([(peer, buffer) for peer, _, buffer in staged], outgoing)
         for number, (_, target, buffer) in enumerate(staged):
-            if one_each:
-                self._await(operation, peers, works[number : number + 1])
+            self._await(operation, peers, arriving[number])
             if buffer is not target:
                 target.copy_(buffer)
             yield target
-        if one_each:
-            self._await(operation, peers, works[len(staged) :])
+        self._await(operation, peers, leaving)
 
-    def _await(self, operation: str, peers: list[int], works: list[dist.Work]) -> None:
+    def _start_one_by_one(self, receives: Messages, sends: Messages) -> tuple[list[Works], Works]:
+        """On the group itself: torch's checks of a batch cost more than a small message."""
+        arriving: list[Works] = [[self._group.recv([buffer], peer, _TAG)] for peer, buffer in receives]
+        return arriving, [self._group.send([buffer], peer, _TAG) for peer, buffer in sends]
+
+    def _start_together(self, receives: Messages, sends: Messages) -> tuple[list[Works], Works]:
+        """NCCL starts, and ends, a batch as one."""
+        operations = [dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer) for peer, buffer in receives]
+        operations += [dist.P2POp(dist.isend, buffer, group=self._group, group_peer=peer) for peer, buffer in sends]
+        works: Works = dist.batch_isend_irecv(operations) if operations else []
+        return [works for _ in receives], works
+
+    def _await(self, operation: str, peers: list[int], works: Works) -> None:
         with self._named(operation, peers):
             for work in works:
                 work.wait()

@@ -104,38 +104,6 @@ def _lowest_bit(typingctx, word):  # noqa: ARG001
     return types.int64(types.uint64), generate
 
 
-def _accumulating(add):
-    def accumulate(residual, gradient, out, floor, indices, values):
-        """out = residual + gradient; fills `indices` and `values` with what reaches `floor`, the bits of a number.
-
-        Returns how many do, also beyond the room there is, and the bits of the largest.
-        """
-        room, count, largest = indices.size, 0, np.int32(0)
-        whole = out.size - out.size % LANES
-        for start in range(0, whole, LANES):
-            which = add(_address(residual, start), _address(gradient, start), _address(out, start), floor)
-            while which:
-                at = start + _lowest_bit(which)
-                which &= which - ONE
-                value = residual[at] + gradient[at]  # from the caches: `out` may be on its way past them
-                largest = max(largest, _magnitude(value))
-                if count < room:
-                    indices[count] = at
-                    values[count] = value
-                count += 1
-        for at in range(whole, out.size):
-            out[at] = residual[at] + gradient[at]
-            if _magnitude(out[at]) >= floor:
-                largest = max(largest, _magnitude(out[at]))
-                if count < room:
-                    indices[count] = at
-                    values[count] = out[at]
-                count += 1
-        return count, largest
-
-    return compiled(accumulate)
-
-
 @intrinsic
 def _bits(typingctx, value):  # noqa: ARG001
     def generate(context, builder, signature, arguments):  # noqa: ARG001
@@ -149,7 +117,35 @@ def _magnitude(value):
     return _bits(value) & MAGNITUDE
 
 
-accumulate_past_caches, accumulate = _accumulating(_add_past_caches), _accumulating(_add)
+@compiled
+def accumulate(residual, gradient, out, past_caches, floor, indices, values):
+    """out = residual + gradient; fills `indices` and `values` with what reaches `floor`, the bits of a number.
+
+    Returns how many do, also beyond the room there is, and the bits of the largest.
+    """
+    room, count, largest = indices.size, 0, np.int32(0)
+    whole = out.size - out.size % LANES
+    for start in range(0, whole, LANES):
+        left, right, target = _address(residual, start), _address(gradient, start), _address(out, start)
+        which = _add_past_caches(left, right, target, floor) if past_caches else _add(left, right, target, floor)
+        while which:
+            at = start + _lowest_bit(which)
+            which &= which - ONE
+            value = residual[at] + gradient[at]  # from the caches: `out` may be on its way past them
+            largest = max(largest, _magnitude(value))
+            if count < room:
+                indices[count] = at
+                values[count] = value
+            count += 1
+    for at in range(whole, out.size):
+        out[at] = residual[at] + gradient[at]
+        if _magnitude(out[at]) >= floor:
+            largest = max(largest, _magnitude(out[at]))
+            if count < room:
+                indices[count] = at
+                values[count] = out[at]
+            count += 1
+    return count, largest
 
 
 @compiled

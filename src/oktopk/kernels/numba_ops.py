@@ -34,9 +34,9 @@ class NumbaKernels:
             out.copy_(gradient)
             count, largest = loops.above(_array(out), _bits_of(floor), _array(indices), _array(values))
         else:
-            add = loops.accumulate if out.data_ptr() % _CACHE_LINE else loops.accumulate_past_caches
-            fresh = _array(gradient.to(torch.float32))
-            count, largest = add(_array(residual), fresh, _array(out), _bits_of(floor), _array(indices), _array(values))
+            arrays = _array(residual), _array(gradient.to(torch.float32)), _array(out)
+            on_a_line = out.data_ptr() % _CACHE_LINE == 0
+            count, largest = loops.accumulate(*arrays, on_a_line, _bits_of(floor), _array(indices), _array(values))
         candidates = _vector(indices, values, count, out.numel()) if count <= room else None
         seen = Seen(_float_of(largest), None if candidates is None else candidates.to(home))
         return lambda: seen

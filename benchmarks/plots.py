@@ -131,7 +131,9 @@ def time_against_bandwidth(rows: list[Row], density: float) -> Figure | None:
 
 def bytes_per_pair(rows: list[Row], density: float) -> Figure | None:
     del density
-    mine = [{**row, "contender": row.get("wire", "wire")} for row in rows if row.get("bytes_per_pair") is not None]
+    measured = [row for row in rows if row.get("bytes_per_pair") is not None and row["device"] == "cpu"]
+    largest = max((row["n"] for row in measured), default=0)
+    mine = [{**row, "contender": row["wire"]} for row in measured if row["n"] == largest]
     return draw(
         [("", mine)] if len(values(mine, "density")) > 1 else [],
         x=lambda row: row["density"],
@@ -168,7 +170,9 @@ def draw(
             if contender not in styles:
                 styles[contender] = next(others, OTHERS[-1])
             color, marker, line = styles[contender]
-            points = sorted((x(row), y(row), row) for row in of(rows, contender=contender))
+            points = sorted(
+                ((x(row), y(row), row) for row in of(rows, contender=contender)), key=lambda point: point[:2]
+            )
             xs, ys = [point[0] for point in points], [point[1] for point in points]
             width = 2.4 if contender.startswith("oktopk") else 1.4
             axes.plot(xs, ys, color=color, marker=marker, linestyle=line, linewidth=width, markersize=5)

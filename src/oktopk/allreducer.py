@@ -14,11 +14,10 @@ from oktopk.apply import write_mean
 from oktopk.comm.base import Communicator
 from oktopk.comm.counting import CountingCommunicator, Traffic
 from oktopk.guard import Guard
+from oktopk.lanes import Lane, Lanes
 from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
 from oktopk.precheck import NonFiniteGradientError, Verdict, agree, largest_safe
-from oktopk.reduce.base import Reducer, ReducerSettings
 from oktopk.reduce.dense import Dense
-from oktopk.reduce.exchange import Exchange
 from oktopk.registry import (
     ReducerFactory,
     canonical_name,
@@ -28,9 +27,8 @@ from oktopk.registry import (
     reducer_factory,
 )
 from oktopk.residual import ErrorFeedback, MomentumResidual, Residual
-from oktopk.select.bucket_selector import BucketSelector
 from oktopk.select.timing import TimedSelector
-from oktopk.settings import WIRE_DTYPES, Settings
+from oktopk.settings import Settings
 from oktopk.types import Bucket, Phase, Reduction, Slot, StepStats
 
 logger = logging.getLogger("oktopk")
@@ -76,7 +74,7 @@ class AllReducer:
             if isinstance(compressor, str)
             else getattr(compressor, "__name__", repr(compressor))
         )
-        self._factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
+        factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
         self._kernels = make_kernels(self.settings.selector)
         self._selector = TimedSelector(make_selector(self._kernels))
         self.comm = CountingCommunicator(
@@ -89,9 +87,8 @@ class AllReducer:
         )
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes = Lanes(factory, self.settings, self._selector, self._kernels, self.comm)
         self._started: dict[tuple[Slot, ...], _Started] = {}
-        self._saved_reducers: dict[str, Any] = {}
         self._listeners: list[Listener] = []
         self._trainer_lists = TrainerLists(trainer, self.comm.rank)
         self._untold: list[StepStats] = []
@@ -138,7 +135,7 @@ class AllReducer:
             "step": self.step,
             "num_skipped_steps": self.num_skipped_steps,
             "feedback": self._feedback.state_dict(),
-            "reducers": self._saved_reducers | {key: lane.reducer.state_dict() for key, lane in self._lanes.items()},
+            "reducers": self._lanes.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,9 +149,8 @@ class AllReducer:
             if state.get(key) != expected:
                 raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
         self._feedback.load_state_dict(state["feedback"])
-        self._lanes.clear()
+        self._lanes.load_state_dict(state["reducers"])
         self._started.clear()
-        self._saved_reducers = dict(state["reducers"])
         self.step = int(state["step"])
         self.num_skipped_steps = int(state["num_skipped_steps"])
 
@@ -234,7 +230,7 @@ class AllReducer:
         for slot in bucket.slots:
             if slot.name in bucket.missing:
                 slot.part(bucket.gradient).zero_()
-        lane = self._lane(bucket)
+        lane = self._lanes.of(bucket)
         is_dense = self._phase(bucket) == "dense"
         k = bucket.numel if is_dense else self.settings.k_at(self.step, bucket.numel)
         limit = largest_safe(self.comm.size)
@@ -243,30 +239,6 @@ class AllReducer:
             lane.selector.accumulate(residual, gradient, out, 0 if is_dense else k, limit)
 
         return _Started(lane, is_dense, k, self._feedback.compensate(bucket, accumulate))
-
-    def _lane(self, bucket: Bucket) -> _Lane:
-        """What belongs to this bucket's layout; layouts that DDP has given up are forgotten."""
-        key = bucket.key
-        if key not in self._lanes:
-            settings = self.settings
-            selector = BucketSelector(self._selector, self._kernels, self.comm.home(bucket.gradient.device))
-            reducer = self._factory(
-                ReducerSettings(
-                    selector=selector,
-                    exchange=Exchange(self._kernels, WIRE_DTYPES[settings.wire_dtype]),
-                    thresholds=settings.thresholds,
-                    tau=settings.tau,
-                    tau_prime=settings.tau_prime,
-                )
-            )
-            if key in self._saved_reducers:
-                reducer.load_state_dict(self._saved_reducers.pop(key))
-            names = {slot.name for slot in bucket.slots}
-            self._lanes = {
-                old: lane for old, lane in self._lanes.items() if names.isdisjoint(slot.name for slot in lane.slots)
-            }
-            self._lanes[key] = _Lane(bucket.slots, selector, reducer)
-        return self._lanes[key]
 
     def _phase(self, bucket: Bucket) -> Phase:
         early = self.step < self.settings.warmup_steps
@@ -336,19 +308,10 @@ class AllReducer:
                 listener(stats)
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """What one bucket keeps from step to step."""
-
-    slots: tuple[Slot, ...]
-    selector: BucketSelector
-    reducer: Reducer
-
-
 class _Started(NamedTuple):
     """A bucket whose gradient was added to what is owed."""
 
-    lane: _Lane
+    lane: Lane
     is_dense: bool
     k: int
     acc: Tensor

@@ -131,7 +131,7 @@ def time_against_bandwidth(rows: list[Row], density: float) -> Figure | None:
 
 def bytes_per_pair(rows: list[Row], density: float) -> Figure | None:
     del density
-    measured = [row for row in rows if row.get("bytes_per_pair") is not None and row["device"] == "cpu"]
+    measured = [row for row in rows if row.get("bytes_per_pair") is not None and row.get("device", "cpu") == "cpu"]
     largest = max((row["n"] for row in measured), default=0)
     mine = [{**row, "contender": row["wire"]} for row in measured if row["n"] == largest]
     return draw(

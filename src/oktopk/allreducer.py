@@ -33,6 +33,7 @@ from oktopk.types import Bucket, Phase, Reduction, Slot, StepStats
 
 logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class AllReducer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's own state, of tensors and plain values only: residuals, thresholds, regions, step."""
         return {
-            "format": 1,
+            "format": _FORMAT,
             "compressor": self.compressor,
             "rank": self.comm.rank,
             "size": self.comm.size,
@@ -144,7 +145,7 @@ class AllReducer:
         Residuals follow the parameters whatever the buckets are. Thresholds and regions belong to a bucket's layout:
         a bucket with another layout starts by finding its own.
         """
-        mine = {"format": 1, "compressor": self.compressor, "rank": self.comm.rank, "size": self.comm.size}
+        mine = {"format": _FORMAT, "compressor": self.compressor, "rank": self.comm.rank, "size": self.comm.size}
         for key, expected in mine.items():
             if state.get(key) != expected:
                 raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")

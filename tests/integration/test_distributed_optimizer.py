@@ -448,12 +448,12 @@ def test_a_rank_that_stalls_is_reported_over_gloo() -> None:
         message = world.run(stall, 1, "torch")[0]
     finally:
         world.close()
-    assert message.startswith("rank 0 of 2: all_reduce failed (timeout 2 s)")
+    assert message.startswith("rank 0 of 2: all_reduce with ranks [1] failed (timeout 2 s)")
 
 
 def test_a_rank_that_stalls_is_reported_over_mpi() -> None:
     code, _, results = try_run_mpi(2, stall_and_leave, 1)
-    assert results[0].startswith("rank 0 of 2: all_reduce failed (timeout 2 s)")
+    assert results[0].startswith("rank 0 of 2: all_reduce with ranks [1] failed (timeout 2 s)")
     assert code == 1, "the one that gave up ends the whole job when it exits"
 
 
@@ -625,6 +625,6 @@ def stop_after_a_timeout(sleeper: int) -> str:
 
 def test_closing_after_a_timeout_over_mpi_does_not_crash() -> None:
     code, output, results = try_run_mpi(2, stop_after_a_timeout, 1)
-    assert results[0].startswith("rank 0 of 2: all_reduce failed (timeout 1 s)")
+    assert results[0].startswith("rank 0 of 2: all_reduce with ranks [1] failed (timeout 1 s)")
     assert code == 1
     assert "Process received signal" not in output, output

@@ -281,7 +281,10 @@ def test_plots(tmp_path: Path) -> None:
         for n in (10**6, 10**7)
         for rate in (100.0, 1000.0)
     ]  # fmt: skip
-    rows += [{"bench": "kernels", "wire": "fp32", "density": d, "bytes_per_pair": 6.0} for d in (0.01, 0.02)]
+    rows += [
+        {"bench": "kernels", "device": "cpu", "n": 10**6, "wire": "fp32", "density": d, "bytes_per_pair": 6.0}
+        for d in (0.01, 0.02)
+    ]
     (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
     assert plots.main(["--results", str(tmp_path), "--out", str(tmp_path / "png")]) == 0
     made = {path.name: path.read_bytes()[:4] for path in (tmp_path / "png").iterdir()}

@@ -299,7 +299,7 @@ def test_every_index_encoding_is_among_the_vectors_that_are_tried() -> None:
     """Else the law above would say nothing about some."""
     seen = set()
 
-    @LAW
+    @settings(LAW, max_examples=1000)
     @given(sparse_vectors())
     def look(v: SparseVector) -> None:
         seen.add(index_size(v)[0])

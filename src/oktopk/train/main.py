@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -39,6 +40,9 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
         _train(config, member)
     except _FAILURES as error:
         print(f"oktopk: worker {place.rank}: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, TrainingStopped):  # on all workers: a launcher would silence those that speak last
+            with suppress(CommunicationError):
+                member.comm.barrier()
         # not sys.exit: a worker that waits for the others at exit would make them wait too
         if place.size > 1:
             sys.stdout.flush()

@@ -39,7 +39,8 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
     try:
         _train(config, member)
     except _FAILURES as error:
-        print(f"oktopk: worker {place.rank}: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"oktopk: worker {place.rank}: {error}\n")  # at once: workers speak at the same moment
+        sys.stderr.flush()
         if isinstance(error, TrainingStopped):  # on all workers: a launcher would silence those that speak last
             with suppress(CommunicationError):
                 member.comm.barrier()

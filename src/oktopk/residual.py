@@ -9,20 +9,13 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
-from oktopk.kernels.torch_ops import TorchKernels
+from oktopk.kernels.torch_ops import TorchKernels, plain_sum
 from oktopk.types import Bucket, Slot, SparseVector
 
 PLAIN = TorchKernels()
 Update = Tensor | SparseVector
 Accumulate = Callable[[Tensor | None, Tensor, Tensor], None]
 """(residual or None, gradient of any dtype, out): out = residual + gradient"""
-
-
-def plain_sum(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
-    if residual is None:
-        out.copy_(gradient)
-    else:
-        torch.add(residual, gradient.to(torch.float32), out=out)
 
 
 class ErrorFeedback(Protocol):

@@ -33,6 +33,12 @@ def hash_words(words: Tensor) -> Tensor:
     return total
 
 
+def to_narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In that dtype; what does not fit becomes the largest that does."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
 @dataclass(frozen=True)
 class SparseVector:
     """Some elements of a vector of `length` elements: strictly increasing int64 indices, fp32 values.
@@ -78,6 +84,10 @@ class SparseVector:
     def where(self, which: Tensor) -> SparseVector:
         """Some of the elements held: one bool for each, or their sorted positions."""
         return SparseVector(self.indices[which], self.values[which], self.length)
+
+    def picked(self, found: SparseVector) -> SparseVector:
+        """The elements held whose values were `found` among `values`."""
+        return SparseVector(self.indices[found.indices], found.values, self.length)
 
     def restrict_to(self, indices: Tensor) -> SparseVector:
         """The elements whose index is also in the sorted `indices`."""

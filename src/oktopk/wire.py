@@ -25,7 +25,7 @@ from torch import Tensor
 
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.torch_ops import TorchKernels, digits
-from oktopk.types import SparseVector, ints
+from oktopk.types import SparseVector, ints, to_narrow
 
 HEADER_BYTES = 32
 VERSION = 2
@@ -67,9 +67,7 @@ def rounded(vector: SparseVector, encoding: ValueEncoding) -> SparseVector:
     """With values that `encoding` carries exactly; what does not fit becomes the largest that does."""
     if encoding is ValueEncoding.FP32:
         return vector
-    dtype = VALUE_DTYPES[encoding]
-    limit = torch.finfo(dtype).max
-    return SparseVector(vector.indices, vector.values.clamp(-limit, limit).to(dtype).float(), vector.length)
+    return SparseVector(vector.indices, to_narrow(vector.values, VALUE_DTYPES[encoding]).float(), vector.length)
 
 
 def encode(vector: SparseVector, values: ValueEncoding = ValueEncoding.FP32, kernels: Kernels = _PLAIN) -> Tensor:

@@ -16,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.comm.counting import ring_bytes
+
 POWERSGD_RANK = 4
 POWERSGD_DENSE_STEPS = 2
 """Steps that PowerSGD leaves to a plain all-reduce: the fewest that DDP allows."""
@@ -31,11 +33,6 @@ def join(store_path: str, rank: int, size: int, timeout_s: float) -> None:
 
 def barrier() -> None:
     dist.barrier()
-
-
-def ring_bytes(num_bytes: int, size: int) -> int:
-    """What a rank sends in a ring all-reduce of `num_bytes`: what the plain exchanges are counted by."""
-    return -(-2 * num_bytes * (size - 1) // size)
 
 
 class DdpBucket:

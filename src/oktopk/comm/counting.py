@@ -66,6 +66,11 @@ class Traffic:
         )
 
 
+def ring_bytes(num_bytes: int, num_ranks: int) -> int:
+    """What a rank sends in a ring all-reduce of `num_bytes`."""
+    return -(-2 * num_bytes * (num_ranks - 1) // num_ranks)
+
+
 class CountingCommunicator:
     """Passes every call on and records it.
 
@@ -91,7 +96,7 @@ class CountingCommunicator:
         if is_direct(num_bytes, self.size):
             moved, messages = num_bytes * (self.size - 1), self.size - 1 if num_bytes else 0
         else:
-            moved, messages = -(-2 * num_bytes * (self.size - 1) // self.size), 2 * (self.size - 1)
+            moved, messages = ring_bytes(num_bytes, self.size), 2 * (self.size - 1)
         self._timed("all_reduce", None, lambda: self._inner.all_reduce(tensor), moved, moved, messages, messages)
 
     def all_gather_v(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:

@@ -6,12 +6,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from oktopk.types import SparseVector
 
 MAGNITUDE_BITS = 0x7FFFFFFF
+_SMALLEST_BITS = 1
+
+
+def bits_of(number: float) -> int:
+    """Of a magnitude in fp32: these are ordered like the numbers."""
+    with np.errstate(over="ignore", under="ignore"):
+        return int(np.float32(number).view(np.int32))
+
+
+def number_of(bits: int) -> float:
+    return float(np.int32(bits).view(np.float32))
+
+
+def floor_bits(floor: float) -> int:
+    """At least those of the smallest number, so that zero never reaches a floor."""
+    return max(bits_of(floor), _SMALLEST_BITS)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import numba_loops as loops
-from oktopk.kernels.base import Seen
+from oktopk.kernels.base import Seen, floor_bits, number_of
 from oktopk.kernels.torch_ops import TorchKernels, digits
 from oktopk.types import SparseVector
 
 Array = np.ndarray[Any, Any]
-_SMALLEST_BITS = 1
 _CACHE_LINE = 64
 
 
 class NumbaKernels:
-    """No state. Dtypes that numpy does not know, and vectors summed one after the other, go through plain torch."""
+    """No state. Means in a dtype that numpy does not know are written by plain torch."""
 
     def __init__(self) -> None:
         self._plain = TorchKernels()
@@ -32,22 +31,24 @@ class NumbaKernels:
         indices, values = _space(min(room, out.numel()))
         if residual is None:
             out.copy_(gradient)
-            count, largest = loops.above(_array(out), _bits_of(floor), _array(indices), _array(values))
+            count, largest = loops.above(_array(out), np.int32(floor_bits(floor)), _array(indices), _array(values))
         else:
             arrays = _array(residual), _array(gradient.to(torch.float32)), _array(out)
             on_a_line = out.data_ptr() % _CACHE_LINE == 0
-            count, largest = loops.accumulate(*arrays, on_a_line, _bits_of(floor), _array(indices), _array(values))
+            count, largest = loops.accumulate(
+                *arrays, on_a_line, np.int32(floor_bits(floor)), _array(indices), _array(values)
+            )
         candidates = _vector(indices, values, count, out.numel()) if count <= room else None
-        seen = Seen(_float_of(largest), None if candidates is None else candidates.to(home))
+        seen = Seen(number_of(largest), None if candidates is None else candidates.to(home))
         return lambda: seen
 
     def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
         indices, found = _space(min(room, values.numel()))
-        count, _ = loops.above(_array(values), _bits_of(floor), _array(indices), _array(found))
+        count, _ = loops.above(_array(values), np.int32(floor_bits(floor)), _array(indices), _array(found))
         return _vector(indices, found, count, values.numel()) if count <= room else None
 
     def kth_magnitude(self, values: Tensor, k: int) -> float:
-        return _float_of(loops.kth_magnitude(_array(values), k))
+        return number_of(loops.kth_magnitude(_array(values), k))
 
     def histogram(self, values: Tensor, first: int, shift: int, num_bins: int) -> Tensor:
         counts = torch.zeros(num_bins, dtype=torch.int64)
@@ -55,8 +56,10 @@ class NumbaKernels:
         return counts
 
     def sum(self, vectors: Sequence[SparseVector]) -> SparseVector:
-        total = SparseVector.empty(vectors[0].length, torch.device("cpu")) if len(vectors) == 1 else vectors[0]
-        for vector in vectors if len(vectors) == 1 else vectors[1:]:
+        if len(vectors) == 1:  # the result must not be the vector itself
+            vectors = [SparseVector.empty(vectors[0].length, torch.device("cpu")), *vectors]
+        total = vectors[0]
+        for vector in vectors[1:]:
             indices, values = _space(len(total) + len(vector))
             count = loops.merge(*_arrays(total), *_arrays(vector), _array(indices), _array(values))
             total = _vector(indices, values, count, total.length)
@@ -113,14 +116,3 @@ def _space(room: int) -> tuple[Tensor, Tensor]:
 
 def _vector(indices: Tensor, values: Tensor, count: int, length: int) -> SparseVector:
     return SparseVector(indices[:count], values[:count], length)
-
-
-def _bits_of(floor: float) -> Any:
-    """Of the fp32 number; at least those of the smallest one, so that zero never reaches it."""
-    with np.errstate(over="ignore", under="ignore"):
-        bits = int(np.float32(floor).view(np.int32))
-    return np.int32(max(bits, _SMALLEST_BITS))
-
-
-def _float_of(bits: Any) -> float:
-    return float(np.int32(bits).view(np.float32))

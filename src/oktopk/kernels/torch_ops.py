@@ -11,16 +11,21 @@ from oktopk.kernels.base import MAGNITUDE_BITS, Seen
 from oktopk.types import SparseVector, hash_words
 
 
+def plain_sum(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
+    """out = residual + gradient, of any float dtype."""
+    if residual is None:
+        out.copy_(gradient)
+    else:
+        torch.add(residual, gradient.to(torch.float32), out=out)
+
+
 class TorchKernels:
     """No state."""
 
     def accumulate(
         self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
     ) -> Callable[[], Seen]:
-        if residual is None:
-            out.copy_(gradient)
-        else:
-            torch.add(residual, gradient.to(torch.float32), out=out)
+        plain_sum(residual, gradient, out)
         largest = out.abs().max() if out.numel() else torch.zeros(())
         found = self.above(out, floor, room) if bool(torch.isfinite(largest)) else None
         reached = found is None or len(found) > 0

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from oktopk.kernels import triton_loops as loops
-from oktopk.kernels.base import Seen
+from oktopk.kernels.base import Seen, floor_bits, number_of
 from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.types import SparseVector, ints
 
@@ -20,7 +19,6 @@ _GROUP, _COLLECT_WARPS = 4, 1
 _RADIX = ((23, 8), (15, 8), (7, 8), (0, 7))
 _HISTOGRAM_BLOCK, _HISTOGRAM_PROGRAMS = 4096, 1024
 _SCATTER_BLOCK = 1024
-_SMALLEST_BITS = 1
 _FEW = 1 << 21
 
 
@@ -43,7 +41,7 @@ class TritonKernels(TorchKernels):
         for shift, num_bits in _RADIX:
             counts = _count_digits(values.contiguous(), state, shift, num_bits)
             loops.pick_digit[(1,)](counts, state, BITS=num_bits)
-        return float(np.int32(state[0].item()).view(np.float32))
+        return number_of(int(state[0].item()))
 
     def write(self, target: Tensor, vector: SparseVector) -> None:
         target.zero_()
@@ -76,7 +74,7 @@ class _Found:
             facts, *rest = arriving()
             indices, values = rest or (self.indices, self.values)
             count, largest_bits = ints(facts)
-            largest = float(np.int32(largest_bits).view(np.float32))
+            largest = number_of(largest_bits)
             if count > self._room:
                 return Seen(largest, None)
             if home.type == "cpu" and count > start:
@@ -119,7 +117,7 @@ def _look(residual: Tensor | None, gradient: Tensor, out: Tensor | None, floor: 
         words,
         counts,
         found.facts,
-        _bits_of(floor),
+        floor_bits(floor),
         n,
         **kinds,
         BLOCK=_BLOCK,
@@ -161,9 +159,3 @@ def _scatter(target: Tensor, vector: SparseVector, subtract: bool) -> None:
         loops.scatter[grid](
             target, vector.indices, vector.values, count, SUBTRACT=subtract, BLOCK=_SCATTER_BLOCK, num_warps=4
         )
-
-
-def _bits_of(floor: float) -> int:
-    """Of the fp32 number; at least those of the smallest one, so that zero never reaches it."""
-    with np.errstate(over="ignore", under="ignore"):
-        return max(int(np.float32(floor).view(np.int32)), _SMALLEST_BITS)

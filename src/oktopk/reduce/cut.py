@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from oktopk.comm.base import Communicator, all_gather_int
-from oktopk.kernels.base import Kernels
+from oktopk.kernels.base import Kernels, bits_of, number_of
 from oktopk.types import SparseVector, ints
 
 _DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))  # (shift, number of bits): magnitudes of fp32 are ordered like their bits
@@ -29,7 +27,7 @@ class Threshold:
 
     @staticmethod
     def of_bin(place: int, shift: int, surplus: int) -> Threshold:
-        return Threshold(_number(place << shift), _number(place + 1 << shift), surplus)
+        return Threshold(number_of(place << shift), number_of(place + 1 << shift), surplus)
 
 
 class Cut(Protocol):
@@ -63,7 +61,7 @@ class ExactCut:
         return cut_ties(kept, found, comm) if found.surplus > slack else kept, found.number
 
     def _near_the_last(self, sums: SparseVector, comm: Communicator, k: int, slack: int) -> Threshold | None:
-        first = (_bits(self._threshold) >> _WINDOW_SHIFT) - _WINDOW_BINS // 2
+        first = (bits_of(self._threshold) >> _WINDOW_SHIFT) - _WINDOW_BINS // 2
         if first < 0:
             return None
         place, reached = _kth_bin(sums, comm, k, self._kernels, first, _WINDOW_SHIFT, _WINDOW_BINS)
@@ -119,7 +117,7 @@ def lopsided(shares: list[int], k: int) -> bool:
 def at_or_above(sums: SparseVector, threshold: float, kernels: Kernels) -> SparseVector:
     found = kernels.above(sums.values, threshold, room=len(sums))
     assert found is not None  # there is room for all
-    return SparseVector(sums.indices[found.indices], found.values, sums.length)
+    return sums.picked(found)
 
 
 def global_threshold(mine: SparseVector, comm: Communicator, k: int, kernels: Kernels, slack: int) -> Threshold:
@@ -160,11 +158,3 @@ def cut_ties(kept: SparseVector, threshold: Threshold, comm: Communicator) -> Sp
     everyones = all_gather_int(comm, int(tied.sum().item()), kept.indices.device)
     allowed = sum(everyones) - threshold.surplus - sum(everyones[: comm.rank])
     return kept.where(~tied | (tied.cumsum(0) <= allowed))
-
-
-def _number(bits: int) -> float:
-    return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32).item())
-
-
-def _bits(number: float) -> int:
-    return int(torch.tensor(number, dtype=torch.float32).view(torch.int32).item())

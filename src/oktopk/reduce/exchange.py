@@ -11,6 +11,7 @@ from torch import Tensor
 from oktopk import wire
 from oktopk.comm.base import Communicator
 from oktopk.kernels.base import Kernels
+from oktopk.reduce.regions import equal_boundaries
 from oktopk.types import SparseVector
 
 _BATCH = 4
@@ -73,9 +74,8 @@ class Exchange:
 
         `shares` are everyone's counts; `mine` are this rank's, which lie behind those of all lower ranks.
         """
-        whole, start = sum(shares), sum(shares[: comm.rank])
-        edges = [whole * rank // comm.size - start for rank in range(comm.size + 1)]
-        inside = [min(max(edge, 0), len(mine)) for edge in edges]
+        start = sum(shares[: comm.rank])
+        inside = [min(max(edge - start, 0), len(mine)) for edge in equal_boundaries(sum(shares), comm.size)]
         nothing = torch.empty(0, dtype=torch.uint8, device=mine.indices.device)
         pieces = [mine.slice(*inside[rank : rank + 2]) for rank in range(comm.size)]
         received = comm.all_to_all_v([self.encode(piece) if len(piece) else nothing for piece in pieces])

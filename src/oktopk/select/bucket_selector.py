@@ -65,8 +65,7 @@ class BucketSelector:
         candidates = self._candidates(acc)
         enough = candidates is not None and len(candidates) >= k
         if candidates is not None and enough:
-            best = self._inner.top_k(candidates.values, k)
-            best = SparseVector(candidates.indices[best.indices], best.values, acc.numel())
+            best = candidates.picked(self._inner.top_k(candidates.values, k))
         else:
             best = self._inner.top_k(acc, k).to(self._home)
         if self._is_ours(acc):
@@ -77,8 +76,7 @@ class BucketSelector:
         candidates, memory = self._candidates(acc), self._remembered()
         if candidates is None or memory is None or threshold < memory.floor:
             return self._inner.above(acc, threshold).to(self._home)
-        found = self._inner.above(candidates.values, threshold)
-        return SparseVector(candidates.indices[found.indices], found.values, acc.numel())
+        return candidates.picked(self._inner.above(candidates.values, threshold))
 
     def kth_magnitude(self, acc: Tensor, k: int) -> float:
         candidates = self._candidates(acc)

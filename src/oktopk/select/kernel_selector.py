@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from oktopk.kernels.base import Kernels
-from oktopk.select.torch_ops import TorchSelector
+from oktopk.select.torch_ops import TorchSelector, without_last_ties
 from oktopk.types import SparseVector
 
 _SAMPLE_RANK = 1024
@@ -28,8 +28,7 @@ class KernelSelector:
         threshold = self._kernels.kth_magnitude(candidates.values, k)
         found = self._kernels.above(candidates.values, threshold, room=len(candidates))
         assert found is not None  # there is room for all
-        best = SparseVector(candidates.indices[found.indices], found.values, acc.numel())
-        return _without_last_ties(best, threshold, len(best) - k) if len(best) > k else best
+        return without_last_ties(candidates.picked(found), threshold, k)
 
     def above(self, acc: Tensor, threshold: float) -> SparseVector:
         return self._all_above(acc, threshold, room=max(1024, acc.numel() // 32))
@@ -65,9 +64,3 @@ class KernelSelector:
                 if found is not None and len(found) >= k:
                     return found
         return self._all_above(acc, self._kernels.kth_magnitude(acc, k) if k <= acc.numel() else 0.0, room=2 * k)
-
-
-def _without_last_ties(vector: SparseVector, threshold: float, surplus: int) -> SparseVector:
-    """Lower indices win."""
-    tied = vector.values.abs() == threshold
-    return vector.where(~tied | (tied.cumsum(0) <= int(tied.sum().item()) - surplus))

@@ -19,13 +19,7 @@ class TorchSelector:
 
     def top_k(self, acc: Tensor, k: int) -> SparseVector:
         threshold = self.kth_magnitude(acc, k)
-        candidates = self.above(acc, threshold)
-        surplus = len(candidates) - k
-        if surplus <= 0:
-            return candidates
-        tied = candidates.values.abs() == threshold
-        allowed = int(tied.sum().item()) - surplus
-        return candidates.where(~tied | (torch.cumsum(tied, 0) <= allowed))
+        return without_last_ties(self.above(acc, threshold), threshold, k)
 
     def above(self, acc: Tensor, threshold: float) -> SparseVector:
         return SparseVector.at(acc, _reaches(acc, threshold).nonzero().squeeze(1))
@@ -52,6 +46,15 @@ class TorchSelector:
                 return threshold
             threshold *= _LOWERING
         return self.kth_magnitude(acc, k)
+
+
+def without_last_ties(candidates: SparseVector, threshold: float, k: int) -> SparseVector:
+    """All that reach `threshold`, the k-th magnitude, cut to k of them: among ties the lower index wins."""
+    surplus = len(candidates) - k
+    if surplus <= 0:
+        return candidates
+    tied = candidates.values.abs() == threshold
+    return candidates.where(~tied | (torch.cumsum(tied, 0) <= int(tied.sum().item()) - surplus))
 
 
 def _reaches(acc: Tensor, threshold: float) -> Tensor:

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from oktopk.bench import netns
-from oktopk.bench.gradients import Synthetic
-from oktopk.bench.options import OURS, bits_per_s, size
+from oktopk.bench.options import OURS
 from oktopk.bench.vgg import Vgg16
 from oktopk.cli import main
 from oktopk.comm import bench_peers
+from oktopk.console.words import bits_per_s, size
+from oktopk.plan.gradients import Synthetic
 from tests import gradients
 from tests.worlds import ROOT, GlooWorld
 

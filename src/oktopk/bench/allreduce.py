@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from oktopk.allreducer import AllReducer
-from oktopk.bench.gradients import Synthetic
-from oktopk.bench.options import LOOPBACK, OURS, Options, Row
+from oktopk.bench.options import OURS, Options
 from oktopk.bench.place import Job, Place, Tell
-from oktopk.bench.report import Column, Progress, byte_count, elements, figure, milliseconds
 from oktopk.bench.world import BenchWorld, Seat
 from oktopk.comm import bench_peers
+from oktopk.console.progress import Progress
+from oktopk.console.tables import Column, Row, byte_count, elements, figure, milliseconds
+from oktopk.console.words import LOOPBACK
+from oktopk.plan.gradients import Synthetic
 from oktopk.types import Bucket, StepStats
 
 BASELINE = "dense-fp32"

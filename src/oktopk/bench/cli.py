@@ -13,10 +13,13 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from oktopk.bench import options as read
-from oktopk.bench import quick, report
-from oktopk.bench.options import BenchError, Options, Row
+from oktopk.bench import quick
+from oktopk.bench.options import CONTENDERS, OURS, PEERS, TASKS, WIRES, Options
 from oktopk.bench.world import WorkerFailed
+from oktopk.console import words as read
+from oktopk.console.files import write_results
+from oktopk.console.tables import Row, table
+from oktopk.console.words import LOOPBACK, LineParser, UsageError
 from oktopk.registry import ALIASES, REDUCERS
 
 _ABOUT: Mapping[str, str] = {
@@ -30,16 +33,11 @@ _ABOUT: Mapping[str, str] = {
 _MODULES = tuple(name for name in _ABOUT if name != "quick")
 
 
-class _Parser(argparse.ArgumentParser):
-    """What is wrong is said in one line."""
-
+class _Parser(LineParser):
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
-        if message.startswith("unrecognized"):
-            message += "; `oktopk bench WHAT --help` lists the known ones"
-        elif message.endswith("required: WHAT"):
+        if message.endswith("required: WHAT"):
             message = f"WHAT: missing; choose from {', '.join(_ABOUT)}"
-        raise BenchError(message)
+        super().error(message)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         return _bench(arguments)
-    except BenchError as error:
+    except UsageError as error:
         print(f"oktopk: {error}", file=sys.stderr)
         return 2
     except WorkerFailed as error:
@@ -74,11 +72,12 @@ def _bench(arguments: Sequence[str]) -> int:
         mine = [row for row in rows if row["bench"] == name]
         if mine:
             module = _module(name)
-            print(f"\n{name}: {_ABOUT[name]}\n{report.table(module.COLUMNS, mine)}")
+            print(f"\n{name}: {_ABOUT[name]}\n{table(module.COLUMNS, mine)}")
             print(getattr(module, "FOOTNOTE", ""))
     for reason in skipped:
         print(f"left out: {reason}")
-    report.write_json(target, arguments, rows, "; ".join(skipped) or None, time.monotonic() - start)
+    more = {"skipped": "; ".join(skipped) or None}
+    write_results(target, ["bench", *arguments], rows, time.monotonic() - start, **more)
     print(target)
     return 0
 
@@ -107,7 +106,7 @@ def _check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise BenchError(f"--out: '{folder}': cannot be written to ({error.strerror}); choose another") from error
+        raise UsageError(f"--out: '{folder}': cannot be written to ({error.strerror}); choose another") from error
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -144,21 +143,21 @@ def parser() -> argparse.ArgumentParser:
         _add_densities(each, *densities)
         _add(each, "--iterations", read.count(1), iterations, "timed allreduces of each contender")
         _add(each, "--warmup", read.count(1), Options.warmup, "sparse steps before the first that is timed")
-        _add_peers(each, (*read.PEERS, *read.OURS))
+        _add_peers(each, (*PEERS, *OURS))
         reducers = read.one_of(*(name for name in (*REDUCERS, *ALIASES) if name not in ("oktopk", "dense", "none")))
         _add_many(each, "--reducers", reducers, (), "other reducers to measure as well")
     _add_rates(made["links"], "100mbit", "1gbit", "10gbit")
 
     training = made["training"]
-    _add_many(training, "--tasks", read.one_of(*read.TASKS), read.TASKS, "models to train")
+    _add_many(training, "--tasks", read.one_of(*TASKS), TASKS, "models to train")
     _add_many(training, "--ranks", read.count(2), (2,), "numbers of processes")
     _add_device(training)
     _add(training, "--steps", read.count(1), 10, "timed steps of each contender")
     _add(training, "--warmup", read.count(1), 3, "steps before the first that is timed")
     _add_densities(training, "0.01")
-    _add_rates(training, read.LOOPBACK)
+    _add_rates(training, LOOPBACK)
     _add(training, "--bucket-cap-mb", read.positive, Options.bucket_cap_mb, "DDP's bucket size in MiB")
-    _add_peers(training, read.CONTENDERS)
+    _add_peers(training, CONTENDERS)
     training.add_argument("--tiny", action="store_true", help="very small models, to see that it works")
 
     soak = made["soak"]
@@ -166,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sizes(soak, "1M")
     _add_densities(soak, "0.01")
     _add(soak, "--steps", read.count(10), 1000, "reductions")
-    _add(soak, "--wire", read.one_of(*read.WIRES), Options.wire, "how values travel")
+    _add(soak, "--wire", read.one_of(*WIRES), Options.wire, "how values travel")
     return whole
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from oktopk import wire
-from oktopk.bench.gradients import Synthetic
-from oktopk.bench.options import BenchError, Options, Row
-from oktopk.bench.report import Column, Progress, elements, figure, milliseconds
+from oktopk.bench.options import Options
+from oktopk.console.progress import Progress
+from oktopk.console.tables import Column, Row, elements, figure, milliseconds
+from oktopk.console.words import UsageError
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.torch_ops import TorchKernels
+from oktopk.plan.gradients import Synthetic
 from oktopk.registry import make_kernels
 from oktopk.select.kernel_selector import KernelSelector
 from oktopk.types import SparseVector
@@ -26,7 +28,7 @@ _MARGIN = 0.97
 
 def run(options: Options) -> list[Row]:
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise BenchError("device='cuda': no CUDA device here; use --device cpu")
+        raise UsageError("device='cuda': no CUDA device here; use --device cpu")
     torch.set_num_threads(1)
     progress = Progress()
     kernels = make_kernels(options.selector or "auto")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from oktopk.bench import allreduce, netns
-from oktopk.bench.options import LOOPBACK, Options, Row, bits_per_s
-from oktopk.bench.report import Column, Progress, elements, figure
+from oktopk.bench.options import Options
 from oktopk.bench.world import BenchWorld
+from oktopk.console.progress import Progress
+from oktopk.console.tables import Column, Row, elements, figure
+from oktopk.console.words import LOOPBACK, bits_per_s
 
 FOOTNOTE = f"{allreduce.FOOTNOTE}; raw: one plain TCP stream over the same link"
 COLUMNS: tuple[Column, ...] = (

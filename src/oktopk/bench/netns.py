@@ -13,8 +13,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from oktopk.bench.options import LOOPBACK, bits_per_s
 from oktopk.bench.world import Seat
+from oktopk.console.words import LOOPBACK, bits_per_s
 
 _PREFIX = "oktopk-bench-"
 _LATENCY_MS = 50

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from oktopk.bench.options import CONTENDERS, Options, Row
+from oktopk.bench.options import CONTENDERS, Options
+from oktopk.console.tables import Row
 
 Run = Callable[[Options], list[Row]]
 

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.bench.gradients import Synthetic
-from oktopk.bench.options import LOOPBACK, Options, Row
+from oktopk.bench.options import Options
 from oktopk.bench.place import Job, Place, Tell
-from oktopk.bench.report import Column, Progress, elements, figure, milliseconds
 from oktopk.bench.world import BenchWorld, Seat
 from oktopk.comm import bench_peers
+from oktopk.console.progress import Progress
+from oktopk.console.tables import Column, Row, elements, figure, milliseconds
+from oktopk.console.words import LOOPBACK
+from oktopk.plan.gradients import Synthetic
 from oktopk.types import Bucket
 
 _NAME = "gradient"

@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.bench import netns
 from oktopk.bench.links import describe
-from oktopk.bench.options import OURS, BenchError, Options, Row
+from oktopk.bench.options import OURS, Options
 from oktopk.bench.place import Job, Place, Tell
-from oktopk.bench.report import Column, Progress, byte_count, elements, figure, milliseconds
 from oktopk.bench.tasks import make_task
 from oktopk.bench.world import BenchWorld, WorkerFailed
 from oktopk.comm import bench_peers
+from oktopk.console.progress import Progress
+from oktopk.console.tables import Column, Row, byte_count, elements, figure, milliseconds
+from oktopk.console.words import UsageError
 from oktopk.ddp import attach
 from oktopk.types import StepStats
 
@@ -28,7 +30,7 @@ ALONE, BASELINE = "no-communication", "ddp-dense"
 
 def run(options: Options) -> list[Row]:
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise BenchError("device='cuda': no CUDA device here; use --device cpu")
+        raise UsageError("device='cuda': no CUDA device here; use --device cpu")
     progress = Progress()
     rows: list[Row] = []
     for link in options.rates:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from oktopk.bench.options import Options
-from oktopk.bench.report import Progress
+from oktopk.console.progress import Progress
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 

@@ -16,7 +16,11 @@ from oktopk.comm.pairwise import LENGTH_BYTES, is_direct
 
 @dataclass(frozen=True)
 class CommRecord:
-    """One call on this rank. `peer` is None for collectives. `start_s` is on the monotonic clock."""
+    """One call on this rank. `peer` is None for collectives. `start_s` is on the monotonic clock.
+
+    `sent_to` and `received_from` say how many bytes went to and came from each rank, lengths not counted, where this
+    is known: the library below may take any way it likes.
+    """
 
     operation: str
     peer: int | None
@@ -26,6 +30,8 @@ class CommRecord:
     messages_received: int
     start_s: float
     seconds: float
+    sent_to: tuple[int, ...] = ()
+    received_from: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,14 +83,15 @@ class CountingCommunicator:
     all_gather_v, all_to_all_v, send and recv are counted exactly, with the 8 bytes of length before each buffer:
     that is how the pairwise transports move them; small all_reduces too, which go straight to every peer. Larger ones,
     broadcast and barrier belong to the library below, so they are counted by the usual algorithms: ring, binomial
-    tree, and one empty message to each of log2(P) peers.
+    tree, and one empty message to each of log2(P) peers. Records are kept until they are taken, or `tell` gets each.
     """
 
-    def __init__(self, inner: Communicator) -> None:
+    def __init__(self, inner: Communicator, tell: Callable[[CommRecord], None] | None = None) -> None:
         self._inner = inner
         self.rank = inner.rank
         self.size = inner.size
         self._records: list[CommRecord] = []
+        self._tell = tell or self._keep
 
     def take(self) -> list[CommRecord]:
         """The records since the last call of this."""
@@ -92,23 +99,25 @@ class CountingCommunicator:
         return records
 
     def all_reduce(self, tensor: Tensor) -> None:
+        start = time.monotonic()
+        self._inner.all_reduce(tensor)
         num_bytes = tensor.numel() * tensor.element_size()
         if is_direct(num_bytes, self.size):
-            moved, messages = num_bytes * (self.size - 1), self.size - 1 if num_bytes else 0
+            self._record_swap("all_reduce", [num_bytes] * self.size, [num_bytes] * self.size, False, start)
         else:
             moved, messages = ring_bytes(num_bytes, self.size), 2 * (self.size - 1)
-        self._timed("all_reduce", None, lambda: self._inner.all_reduce(tensor), moved, moved, messages, messages)
+            self._record("all_reduce", None, moved, moved, messages, messages, start)
 
     def all_gather_v(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         start = time.monotonic()
         incoming = self._inner.all_gather_v(buffer, sizes)
-        self._record_swap("all_gather_v", [buffer] * self.size, incoming, sizes is None, start)
+        self._record_swap("all_gather_v", [buffer.numel()] * self.size, _sizes(incoming), sizes is None, start)
         return incoming
 
     def all_to_all_v(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         start = time.monotonic()
         incoming = self._inner.all_to_all_v(buffers)
-        self._record_swap("all_to_all_v", buffers, incoming, True, start)
+        self._record_swap("all_to_all_v", _sizes(buffers), _sizes(incoming), True, start)
         return incoming
 
     def all_to_all_each(self, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -125,19 +134,19 @@ class CountingCommunicator:
                 break
             incoming.append(buffer)
             yield buffer
-        self._record_swap("all_to_all_v", buffers, incoming, True, start, seconds)
+        self._record_swap("all_to_all_v", _sizes(buffers), _sizes(incoming), True, start, seconds)
 
     def home(self, device: torch.device) -> torch.device:
         return self._inner.home(device)
 
     def send(self, buffer: Tensor, peer: int) -> None:
-        moved, messages = _volume([buffer])
+        moved, messages = _volume([buffer.numel()])
         self._timed("send", peer, lambda: self._inner.send(buffer, peer), moved, 0, messages, 0)
 
     def recv(self, peer: int, device: torch.device) -> Tensor:
         start = time.monotonic()
         buffer = self._inner.recv(peer, device)
-        moved, messages = _volume([buffer])
+        moved, messages = _volume([buffer.numel()])
         self._record("recv", peer, 0, moved, 0, messages, start)
         return buffer
 
@@ -165,15 +174,19 @@ class CountingCommunicator:
     def _record_swap(
         self,
         operation: str,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
+        outgoing: list[int],
+        incoming: list[int],
         with_lengths: bool,
         start: float,
         seconds: float | None = None,
     ) -> None:
-        sent, out = _volume([b for peer, b in enumerate(outgoing) if peer != self.rank], with_lengths)
-        received, into = _volume([b for peer, b in enumerate(incoming) if peer != self.rank], with_lengths)
-        self._record(operation, None, sent, received, out, into, start, seconds)
+        """Of calls that move so many bytes to and from each rank; what stays here does not count."""
+        outgoing[self.rank] = incoming[self.rank] = 0
+        num_lengths = self.size - 1 if with_lengths else 0
+        sent, out = _volume(outgoing, num_lengths)
+        received, into = _volume(incoming, num_lengths)
+        by_peer = tuple(outgoing), tuple(incoming)
+        self._record(operation, None, sent, received, out, into, start, seconds, *by_peer)
 
     def _timed(
         self,
@@ -199,15 +212,23 @@ class CountingCommunicator:
         into: int,
         start: float,
         seconds: float | None = None,
+        sent_to: tuple[int, ...] = (),
+        received_from: tuple[int, ...] = (),
     ) -> None:
         seconds = time.monotonic() - start if seconds is None else seconds
-        self._records.append(CommRecord(operation, peer, sent, received, out, into, start, seconds))
+        record = CommRecord(operation, peer, sent, received, out, into, start, seconds, sent_to, received_from)
+        self._tell(record)
+
+    def _keep(self, record: CommRecord) -> None:
+        self._records.append(record)
 
 
-def _volume(buffers: Sequence[Tensor], with_lengths: bool = True) -> tuple[int, int]:
-    """Bytes and messages of buffers, with their lengths before them unless those are known."""
-    sizes = [buffer.numel() for buffer in buffers]
-    num_lengths = len(sizes) if with_lengths else 0
+def _sizes(buffers: Sequence[Tensor]) -> list[int]:
+    return [buffer.numel() for buffer in buffers]
+
+
+def _volume(sizes: Sequence[int], num_lengths: int = 1) -> tuple[int, int]:
+    """Bytes and messages of buffers, with that many lengths before them."""
     return sum(sizes) + LENGTH_BYTES * num_lengths, num_lengths + sum(1 for size in sizes if size)
 
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from oktopk.comm.base import Communicator
+from oktopk.console.files import write_text
 
 FORMAT = 1
 _KEEP = 2
@@ -45,7 +46,7 @@ def save(folder: Path, step: int, shared: Mapping[str, Any], own: Mapping[str, A
         _write_atomically(target / "shared.pt", {"format": FORMAT, "size": comm.size, "step": step, **shared})
     comm.barrier()
     if comm.rank == 0:
-        write_text_atomically(folder / "latest.json", json.dumps({"checkpoint": target.name}))
+        write_text(folder / "latest.json", json.dumps({"checkpoint": target.name}))
         for old in sorted(folder.glob("step_*"))[:-_KEEP]:
             shutil.rmtree(old)
     comm.barrier()
@@ -96,12 +97,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The model's weights from a checkpoint folder, its shared.pt, or a plain saved state_dict."""
     content = read(path / "shared.pt" if path.is_dir() else path)
     return cast("dict[str, torch.Tensor]", content.get("model", content))
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _write_atomically(path: Path, content: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from oktopk.train.checkpoint import write_text_atomically
+from oktopk.console.files import write_text
 from oktopk.types import StepStats
 
 logger = logging.getLogger("oktopk")
@@ -45,7 +45,7 @@ class FolderLog:
     """metrics.jsonl, epochs.csv and TensorBoard events of the first worker. On resume, later entries are cut off."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], first_step: int, first_epoch: int) -> None:
-        write_text_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
         self._metrics_path, self._epochs_path = folder / "metrics.jsonl", folder / "epochs.csv"
         _cut_off_steps(self._metrics_path, first_step)
         rows = _old_rows(self._epochs_path, first_epoch)
@@ -137,7 +137,7 @@ def _cut_off_steps(path: Path, first_step: int) -> None:
         with contextlib.suppress(ValueError):
             if int(json.loads(line)["step"]) < first_step:
                 kept.append(f"{line}\n")
-    write_text_atomically(path, "".join(kept))
+    write_text(path, "".join(kept))
 
 
 def _old_rows(path: Path, first_epoch: int) -> Sequence[dict[str, str]]:

@@ -1,0 +1,1 @@
+"""Words from people and for people: what is typed, what is shown."""

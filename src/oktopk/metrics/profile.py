@@ -1,0 +1,145 @@
+"""Every communication and every stage of a worker, one after the other, in a compact file.
+
+A file is one line of JSON (`Header`) and records of a fixed size after it, so what a killed run left can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from oktopk.comm.counting import CommRecord
+
+FORMAT = 1
+OPERATIONS = ("all_reduce", "all_gather_v", "all_to_all_v", "send", "recv", "broadcast", "barrier")
+STAGES = ("io", "forward", "backward", "wait", "validate", "checkpoint")
+NAMES = (*OPERATIONS, *STAGES)
+NOBODY = -1
+RECORD = np.dtype(
+    [
+        ("call", "<u4"),  # rows of one call share a number
+        ("step", "<u4"),
+        ("name", "u1"),  # place in NAMES
+        ("peer", "<i2"),  # NOBODY: a stage, or a collective whose ways only the library below knows
+        ("messages_sent", "<u2"),
+        ("messages_received", "<u2"),
+        ("bytes_sent", "<u8"),
+        ("bytes_received", "<u8"),
+        ("start_s", "<f8"),  # on the worker's monotonic clock
+        ("seconds", "<f4"),  # of the whole call, the same in all of its rows
+    ]
+)
+_ROWS_AT_ONCE = 4096
+_CODES = {name: code for code, name in enumerate(NAMES)}
+
+
+class ProfileError(ValueError):
+    """A file that is no profile; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class Header:
+    format: int
+    rank: int
+    size: int
+    host: str
+    wall_minus_monotonic_s: float
+    """Added to `start_s` it gives the time of day, so that workers of one machine can be laid side by side."""
+
+
+class Profiler(Protocol):
+    """What a trainer tells; `communication` is called from the thread that reduces, `stage` from any other."""
+
+    def communication(self, record: CommRecord) -> None: ...
+    def stage(self, name: str) -> AbstractContextManager[None]: ...
+    def close(self) -> None: ...
+
+
+class NoProfile:
+    """Nothing is recorded."""
+
+    def communication(self, record: CommRecord) -> None:
+        del record
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        del name
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class FileProfile:
+    """Collects rows and writes some thousand at a time."""
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb")
+        offset = time.time() - time.monotonic()
+        header = Header(FORMAT, rank, size, socket.gethostname(), offset)
+        self._file.write(json.dumps(asdict(header)).encode() + b"\n")
+        self._rank = rank
+        self._rows: list[tuple[Any, ...]] = []
+        self._calls = 0
+        self.step: Callable[[], int] = lambda: 0
+        """Where training is; set by whoever knows."""
+
+    def communication(self, record: CommRecord) -> None:
+        self._calls += 1
+        common = self._calls, self.step(), _CODES[record.operation]
+        end = record.start_s, record.seconds
+        rows = self._rows
+        if not record.sent_to:
+            peer = NOBODY if record.peer is None else record.peer
+            moved = record.messages_sent, record.messages_received, record.bytes_sent, record.bytes_received
+            rows.append((*common, peer, *moved, *end))
+        for peer, (sent, received) in enumerate(zip(record.sent_to, record.received_from, strict=True)):
+            if sent or received:
+                rows.append((*common, peer, sent > 0, received > 0, sent, received, *end))
+        if len(rows) >= _ROWS_AT_ONCE:
+            self._write()
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._calls += 1
+            seconds = time.monotonic() - start
+            self._rows.append((self._calls, self.step(), _CODES[name], NOBODY, 0, 0, 0, 0, start, seconds))
+
+    def close(self) -> None:
+        self._write()
+        self._file.close()
+
+    def _write(self) -> None:
+        rows, self._rows = self._rows, []
+        self._file.write(np.array(rows, dtype=RECORD).tobytes())
+        self._file.flush()
+
+
+def read_profile(path: Path) -> tuple[Header, np.ndarray[Any, Any]]:
+    """The header and an array of RECORD; half a record at the end, as a killed run leaves it, is left out."""
+    raw = path.read_bytes()
+    line, newline, rest = raw.partition(b"\n")
+    try:
+        header = Header(**json.loads(line)) if newline else None
+    except (ValueError, TypeError) as error:
+        raise ProfileError(f"{path}: is no profile ({error})") from error
+    if header is None or header.format != FORMAT:
+        raise ProfileError(f"{path}: is no profile of format {FORMAT}; make it again with --profile")
+    return header, np.frombuffer(rest, dtype=RECORD, count=len(rest) // RECORD.itemsize)
+
+
+def profile_files(run_folder: Path) -> list[Path]:
+    """By rank."""
+    return sorted((run_folder / "profile").glob("rank_*.bin"), key=lambda path: int(path.stem.removeprefix("rank_")))

@@ -1,0 +1,1 @@
+"""Looking at runs: pages and pictures made from what they wrote."""

@@ -1,14 +1,16 @@
-"""The command line: oktopk train | bench | manifest | data."""
+"""The command line: oktopk train | report | simulate | advise | plan | bench | trace | manifest | data."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from oktopk.console.words import UsageError
 from oktopk.train.config import ConfigError, TrainConfig, load_config, parse_bool, preset_names
 from oktopk.train.data.an4_like import generate
 from oktopk.train.data.errors import DataError
@@ -16,18 +18,27 @@ from oktopk.train.data.manifest import write_manifests
 from oktopk.train.launch import find_place
 from oktopk.train.main import run_training
 
+_OWN_PARSERS: Mapping[str, tuple[str, str]] = {
+    "report": ("oktopk.report.cli", "look at runs: one page, and pictures"),
+    "trace": ("oktopk.report.trace", "a profiled run as a Chrome trace, for Perfetto"),
+    "simulate": ("oktopk.plan.simulate", "what every reducer sends, on many simulated workers"),
+    "advise": ("oktopk.plan.advise_cli", "whether compression would help you, and which"),
+    "plan": ("oktopk.plan.plan_cli", "step times on more workers and other links than one has"),
+    "bench": ("oktopk.bench.cli", "measure, beside what others reach"),
+}
+"""Commands with a `main(arguments) -> int` of their own, loaded when they are wanted."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code; what a user did wrong is said in one line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["bench"]:  # has a parser of its own
-        from oktopk.bench.cli import main as bench
-
-        return bench(given[1:])
-    options = _parser().parse_args(given)
     try:
+        if given and given[0] in _OWN_PARSERS:
+            module, _ = _OWN_PARSERS[given[0]]
+            return int(importlib.import_module(module).main(given[1:]))
+        options = _parser().parse_args(given)
         return int(options.run(options, given))
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, UsageError) as error:
         print(f"oktopk: {error}", file=sys.stderr)
         return 2
 
@@ -71,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(train)
     train.set_defaults(run=_train)
 
-    commands.add_parser("bench", help="measure, beside what others reach")
+    for name, (_, about) in _OWN_PARSERS.items():
+        commands.add_parser(name, help=about)
 
     manifest = commands.add_parser("manifest", help="list the audio files of an AN4 folder in two CSV files")
     manifest.add_argument("folder", help="AN4, with train/an4/wav and test/an4/wav in it")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,8 +15,10 @@ from oktopk.comm.counting import CountingCommunicator, Traffic
 from oktopk.guard import Guard
 from oktopk.lanes import Lane, Lanes
 from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
+from oktopk.phases import NEVER, Phases, Plan
 from oktopk.precheck import NonFiniteGradientError, Verdict, agree, largest_safe
 from oktopk.reduce.dense import Dense
+from oktopk.reduce.timing import TimedExchange
 from oktopk.registry import (
     ReducerFactory,
     canonical_name,
@@ -28,27 +29,14 @@ from oktopk.registry import (
 )
 from oktopk.residual import ErrorFeedback, MomentumResidual, Residual
 from oktopk.select.timing import TimedSelector
-from oktopk.settings import Settings
+from oktopk.settings import WIRE_DTYPES, Settings
+from oktopk.stopwatch import StageClock, Stopwatch
 from oktopk.types import Bucket, Phase, Reduction, Slot, StepStats
 
 logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]
+Watcher = Callable[[int, Bucket], None]
 _FORMAT = 2
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which of `num_steps` steps are dense and which sparse; `warning` is set where none would be sparse."""
-
-    dense_steps: range
-    sparse_steps: range
-    warning: str | None
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.dense_steps)} dense steps, then {len(self.sparse_steps)} sparse steps"]
-        if self.warning:
-            lines.append(f"warning: {self.warning}")
-        return "\n".join(lines)
 
 
 class AllReducer:
@@ -77,7 +65,9 @@ class AllReducer:
         )
         factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
         self._kernels = make_kernels(self.settings.selector)
-        self._selector = TimedSelector(make_selector(self._kernels))
+        self._selecting, self._packing = Stopwatch(), Stopwatch()
+        selector = TimedSelector(make_selector(self._kernels), self._selecting)
+        exchange = TimedExchange(self._kernels, WIRE_DTYPES[self.settings.wire_dtype], self._packing)
         self.comm = CountingCommunicator(
             make_communicator(comm, self.settings.timeout_s) if isinstance(comm, str) else comm
         )
@@ -88,9 +78,11 @@ class AllReducer:
         )
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
-        self._lanes = Lanes(factory, self.settings, self._selector, self._kernels, self.comm)
+        self._lanes = Lanes(factory, self.settings, selector, exchange, self.comm)
         self._started: dict[tuple[Slot, ...], _Started] = {}
+        self._phases = Phases(self.settings, self.compressor)
         self._listeners: list[Listener] = []
+        self._watchers: list[Watcher] = []
         self._trainer_lists = TrainerLists(trainer, self.comm.rank)
         self._untold: list[StepStats] = []
         self._closing: list[Callable[[], None]] = []
@@ -109,22 +101,26 @@ class AllReducer:
         """`listener(StepStats)` after every reduction, on the thread that reduces."""
         self._listeners.append(listener)
 
+    def watch(self, watcher: Watcher) -> None:
+        """`watcher(step, bucket)` before every reduction, on the thread that reduces: this rank's own gradient.
+
+        To be looked at, not to be kept or changed.
+        """
+        self._watchers.append(watcher)
+
     def plan(self, num_steps: int) -> Plan:
         """Which of the steps 0..num_steps-1 will be dense and which sparse; logs the warning, if there is one."""
-        if num_steps < 1:
-            raise ValueError(f"num_steps={num_steps!r}: must be at least 1")
-        warmup = num_steps if self.compressor == "dense" else min(self.settings.warmup_steps, num_steps)
-        warning = None
-        if warmup == num_steps:
-            why = (
-                "compressor 'dense' never compresses; choose another, such as 'oktopk'"
-                if self.compressor == "dense"
-                else f"warmup_steps={self.settings.warmup_steps} takes up all {num_steps} steps; "
-                f"set warmup_steps below {num_steps} or train longer"
-            )
-            warning = f"no step will be sparse: {why}"
-            logger.warning(warning)
-        return Plan(range(warmup), range(warmup, num_steps), warning)
+        plan = self._phases.plan(num_steps)
+        if plan.warning:
+            logger.warning(plan.warning)
+        return plan
+
+    def compress_from(self, step: int | None) -> None:
+        """From this step on steps are sparse, whatever `warmup_steps` says; None: none is, until this is called again.
+
+        To be called between two steps, on all ranks alike. A dense step applies all that is owed.
+        """
+        self._phases.decided_first_sparse_step = NEVER if step is None else step
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's own state, of tensors and plain values only: residuals, thresholds, regions, step."""
@@ -135,6 +131,7 @@ class AllReducer:
             "size": self.comm.size,
             "step": self.step,
             "num_skipped_steps": self.num_skipped_steps,
+            "compress_from": self._phases.decided_first_sparse_step,
             "feedback": self._feedback.state_dict(),
             "reducers": self._lanes.state_dict(),
         }
@@ -154,6 +151,7 @@ class AllReducer:
         self._started.clear()
         self.step = int(state["step"])
         self.num_skipped_steps = int(state["num_skipped_steps"])
+        self._phases.decided_first_sparse_step = state.get("compress_from")
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Let `close` do this first."""
@@ -176,7 +174,7 @@ class AllReducer:
         started = self._started.pop(bucket.slots, None)
         if self._skipping:
             return self._skip(bucket)
-        clock = _Clock()
+        clock = StageClock()
         self.comm.take()  # what others sent through it in the meantime is not ours
         lane, is_dense, k, acc = started or self._start(bucket)
         largest = lane.selector.largest()
@@ -189,7 +187,8 @@ class AllReducer:
         for slot, _ in held:  # nobody has a gradient for it: it must not move in this step
             slot.part(acc).zero_()
         exchanged = Traffic.of(self.comm.take())
-        self._selector.take()
+        self._selecting.take()
+        self._packing.take()
         reduction = (self._dense if is_dense else lane.reducer).reduce(acc, self.comm, k)
         lane.selector.forget()
         clock.stage("reduce")
@@ -206,7 +205,9 @@ class AllReducer:
         self.comm.take()
         if self.settings.nonfinite == "raise":
             self._feedback.commit()
-        seconds = clock.split("reduce", select=self._selector.take(), exchange=traffic.seconds)
+        seconds = clock.split(
+            "reduce", select=self._selecting.take(), encode=self._packing.take(), exchange=traffic.seconds
+        )
         return self._tell(bucket, k, reduction, exchanged.plus(traffic), seconds, verdict.unused)
 
     def prepare(self, bucket: Bucket) -> None:
@@ -231,6 +232,8 @@ class AllReducer:
         for slot in bucket.slots:
             if slot.name in bucket.missing:
                 slot.part(bucket.gradient).zero_()
+        for watcher in self._watchers:
+            watcher(self.step, bucket)
         lane = self._lanes.of(bucket)
         is_dense = self._phase(bucket) == "dense"
         k = bucket.numel if is_dense else self.settings.k_at(self.step, bucket.numel)
@@ -242,8 +245,7 @@ class AllReducer:
         return _Started(lane, is_dense, k, self._feedback.compensate(bucket, accumulate))
 
     def _phase(self, bucket: Bucket) -> Phase:
-        early = self.step < self.settings.warmup_steps
-        return "dense" if early or bucket.numel < self.settings.min_sparse_numel else "sparse"
+        return self._phases.at(self.step, bucket.numel)
 
     def _refuse(self, bucket: Bucket, reason: str) -> StepStats:
         """Every rank comes here in the same step."""
@@ -316,24 +318,6 @@ class _Started(NamedTuple):
     is_dense: bool
     k: int
     acc: Tensor
-
-
-class _Clock:
-    """Wall-clock seconds of consecutive stages."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def stage(self, name: str) -> None:
-        now = time.perf_counter()
-        self._seconds[name] = now - self._last
-        self._last = now
-
-    def split(self, stage: str, **parts: float) -> dict[str, float]:
-        """All stages, with the known parts of one taken apart and its rest called `combine`."""
-        whole = self._seconds.pop(stage)
-        return {**self._seconds, **parts, "combine": max(0.0, whole - sum(parts.values()))}
 
 
 def _culprits(verdict: Verdict) -> str:

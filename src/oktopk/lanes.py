@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from oktopk.comm.base import Communicator
-from oktopk.kernels.base import Kernels
 from oktopk.reduce.base import Reducer, ReducerSettings
 from oktopk.reduce.exchange import Exchange
 from oktopk.registry import ReducerFactory
 from oktopk.select.base import Selector
 from oktopk.select.bucket_selector import BucketSelector
-from oktopk.settings import WIRE_DTYPES, Settings
+from oktopk.settings import Settings
 from oktopk.types import Bucket, Slot
 
 
@@ -28,12 +27,12 @@ class Lanes:
     """One for each layout of a bucket; layouts that DDP has given up are forgotten."""
 
     def __init__(
-        self, factory: ReducerFactory, settings: Settings, selector: Selector, kernels: Kernels, comm: Communicator
+        self, factory: ReducerFactory, settings: Settings, selector: Selector, exchange: Exchange, comm: Communicator
     ) -> None:
         self._factory = factory
         self._settings = settings
         self._selector = selector
-        self._kernels = kernels
+        self._exchange = exchange
         self._comm = comm
         self._lanes: dict[str, Lane] = {}
         self._saved: dict[str, Any] = {}
@@ -49,11 +48,11 @@ class Lanes:
         return self._lanes[key]
 
     def _make(self, bucket: Bucket) -> Lane:
-        selector = BucketSelector(self._selector, self._kernels, self._comm.home(bucket.gradient.device))
+        selector = BucketSelector(self._selector, self._exchange.kernels, self._comm.home(bucket.gradient.device))
         reducer = self._factory(
             ReducerSettings(
                 selector=selector,
-                exchange=Exchange(self._kernels, WIRE_DTYPES[self._settings.wire_dtype]),
+                exchange=self._exchange,
                 thresholds=self._settings.thresholds,
                 tau=self._settings.tau,
                 tau_prime=self._settings.tau_prime,

@@ -16,22 +16,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oktopk import stopwatch
 from oktopk.kernels.base import Kernels, Seen
 from oktopk.kernels.by_device import best_kernels, numba_kernels
 from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.precheck import largest_safe
-from oktopk.select import timing
 from oktopk.select.base import Selector
 from oktopk.select.bucket_selector import BucketSelector
 from oktopk.select.kernel_selector import KernelSelector
 from oktopk.select.timing import TimedSelector
 from oktopk.select.torch_ops import TorchSelector
+from oktopk.stopwatch import Stopwatch
 from oktopk.types import SparseVector
 from tests.gradients import Synthetic
 
 
 def timed_torch() -> Selector:
-    return TimedSelector(TorchSelector())
+    return TimedSelector(TorchSelector(), Stopwatch())
 
 
 def over_numba() -> Selector:
@@ -360,15 +361,16 @@ def test_normal_threshold_of_a_constant_takes_all_of_it(selector: Selector, devi
 
 def test_timed_selector_adds_up_the_seconds_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 1.5, 10.0, 12.0, 20.0, 20.25])
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    timed = TimedSelector(TorchSelector())
-    assert timed.take() == 0.0
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    clock_of_calls = Stopwatch()
+    timed = TimedSelector(TorchSelector(), clock_of_calls)
+    assert clock_of_calls.take() == 0.0
     timed.top_k(torch.ones(10), 2)
     timed.above(torch.ones(10), 0.5)
-    assert timed.take() == 2.5
+    assert clock_of_calls.take() == 2.5
     timed.kth_magnitude(torch.ones(10), 2)
-    assert timed.take() == 0.25
-    assert timed.take() == 0.0
+    assert clock_of_calls.take() == 0.25
+    assert clock_of_calls.take() == 0.0
 
 
 def test_timed_selector_passes_on_what_the_inner_one_raises() -> None:
@@ -377,7 +379,7 @@ def test_timed_selector_passes_on_what_the_inner_one_raises() -> None:
             raise ArithmeticError(f"{acc.numel()} {k}")
 
     with pytest.raises(ArithmeticError, match="4 2"):
-        TimedSelector(Broken()).top_k(torch.ones(4), 2)
+        TimedSelector(Broken(), Stopwatch()).top_k(torch.ones(4), 2)
 
 
 # --- one that knows its bucket

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ class Header:
 
 
 class Profiler(Protocol):
-    """What a trainer tells; `communication` is called from the thread that reduces, `stage` from any other."""
+    """What a trainer tells, from any thread. `step` says where training is; whoever knows sets it."""
+
+    step: Callable[[], int]
 
     def communication(self, record: CommRecord) -> None: ...
     def stage(self, name: str) -> AbstractContextManager[None]: ...
@@ -65,6 +68,9 @@ class Profiler(Protocol):
 
 class NoProfile:
     """Nothing is recorded."""
+
+    def __init__(self) -> None:
+        self.step: Callable[[], int] = lambda: 0
 
     def communication(self, record: CommRecord) -> None:
         del record
@@ -86,26 +92,20 @@ class FileProfile:
         offset = time.time() - time.monotonic()
         header = Header(FORMAT, rank, size, socket.gethostname(), offset)
         self._file.write(json.dumps(asdict(header)).encode() + b"\n")
-        self._rank = rank
+        self._lock = threading.Lock()
         self._rows: list[tuple[Any, ...]] = []
         self._calls = 0
         self.step: Callable[[], int] = lambda: 0
-        """Where training is; set by whoever knows."""
 
     def communication(self, record: CommRecord) -> None:
-        self._calls += 1
-        common = self._calls, self.step(), _CODES[record.operation]
-        end = record.start_s, record.seconds
-        rows = self._rows
-        if not record.sent_to:
+        name, times = _CODES[record.operation], (record.start_s, record.seconds)
+        if record.sent_to:
+            by_peer = enumerate(zip(record.sent_to, record.received_from, strict=True))
+            self._add(name, times, [(peer, a > 0, b > 0, a, b) for peer, (a, b) in by_peer if a or b])
+        else:
             peer = NOBODY if record.peer is None else record.peer
             moved = record.messages_sent, record.messages_received, record.bytes_sent, record.bytes_received
-            rows.append((*common, peer, *moved, *end))
-        for peer, (sent, received) in enumerate(zip(record.sent_to, record.received_from, strict=True)):
-            if sent or received:
-                rows.append((*common, peer, sent > 0, received > 0, sent, received, *end))
-        if len(rows) >= _ROWS_AT_ONCE:
-            self._write()
+            self._add(name, times, [(peer, *moved)])
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
@@ -113,13 +113,22 @@ class FileProfile:
         try:
             yield
         finally:
-            self._calls += 1
-            seconds = time.monotonic() - start
-            self._rows.append((self._calls, self.step(), _CODES[name], NOBODY, 0, 0, 0, 0, start, seconds))
+            self._add(_CODES[name], (start, time.monotonic() - start), [(NOBODY, 0, 0, 0, 0)])
 
     def close(self) -> None:
-        self._write()
-        self._file.close()
+        """May be called again."""
+        with self._lock:
+            if not self._file.closed:
+                self._write()
+                self._file.close()
+
+    def _add(self, name: int, times: tuple[float, float], moved: Sequence[tuple[int, int, int, int, int]]) -> None:
+        with self._lock:
+            self._calls += 1
+            call = self._calls, self.step(), name
+            self._rows += [(*call, *each, *times) for each in moved]
+            if len(self._rows) >= _ROWS_AT_ONCE:
+                self._write()
 
     def _write(self) -> None:
         rows, self._rows = self._rows, []

@@ -37,6 +37,9 @@ class TrainConfig:
     pretrain: str = _setting("", "run", "checkpoint to take the weights from, and nothing else")
     checkpoint_every: int = _setting(1, "run", "epochs between checkpoints; 0: only at the end")
     quiet: bool = _setting(False, "run", "no progress bars")
+    report: bool = _setting(True, "run", "write report.html at the end")
+    profile: bool = _setting(False, "run", "record every communication and stage of every worker")
+    record_gradients: int = _setting(0, "run", "steps whose gradients are saved, from the first sparse one on")
 
     task: str = _setting("lstman4", "task", "what to train")
     data_dir: str = _setting("", "task", "the task's data; empty: the embedded corpus, generated into the run folder")
@@ -87,7 +90,7 @@ class TrainConfig:
         least: dict[str, float] = {
             "batch_size": 1, "conv_channels": 1, "hidden_size": 1, "num_layers": 1, "epochs": 1, "nsteps_update": 1,
             "workers": 1, "validate_every": 1, "corpus_train": 1, "corpus_test": 1, "max_steps": 0,
-            "checkpoint_every": 0, "momentum": 0.0, "weight_decay": 0.0, "norm_clip": 0.0,
+            "checkpoint_every": 0, "record_gradients": 0, "momentum": 0.0, "weight_decay": 0.0, "norm_clip": 0.0,
         }  # fmt: skip
         for key, bound in least.items():
             value = getattr(self, key)

@@ -12,8 +12,10 @@ from dataclasses import replace
 import torch
 
 from oktopk.comm.base import CommunicationError, Communicator
+from oktopk.comm.counting import CountingCommunicator
 from oktopk.comm.local_workers import start_local_workers
 from oktopk.guard import GuardViolation
+from oktopk.metrics.profile import FileProfile, NoProfile, Profiler
 from oktopk.train.checkpoint import CheckpointError
 from oktopk.train.config import ConfigError, TrainConfig
 from oktopk.train.data.errors import DataError
@@ -55,20 +57,33 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
 def _train(config: TrainConfig, member: Member) -> None:
     if not config.resume:
         config = replace(config, name=_free_name(config, member))
+    profiler = _profiler(config, member)
+    if config.profile:
+        member = replace(member, comm=CountingCommunicator(member.comm, profiler.communication))
     workload = build_workload(config, member)
     handler = open_rank_log(config.run_folder, member.place.rank)
     try:
         display = Terminal(config.quiet) if member.is_first else Silent()
-        trainer = Trainer(config, member, workload, display)
+        trainer = Trainer(config, member, workload, display, profiler)
         record = trainer.run()
+        profiler.close()
+        member.comm.barrier()  # all profiles are whole
         display.summary(trainer, record)
         member.comm.barrier()
     except _FAILURES as error:
         logger.error("%s", error)
         raise
     finally:
+        profiler.close()
         logger.removeHandler(handler)
         handler.close()
+
+
+def _profiler(config: TrainConfig, member: Member) -> Profiler:
+    if not config.profile:
+        return NoProfile()
+    rank = member.place.rank
+    return FileProfile(config.run_folder / "profile" / f"rank_{rank}.bin", rank, member.place.size)
 
 
 def _free_name(config: TrainConfig, member: Member) -> str:

@@ -6,7 +6,8 @@ import contextlib
 import csv
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,16 +16,29 @@ from oktopk.types import StepStats
 
 logger = logging.getLogger("oktopk")
 EPOCH_COLUMNS = (
-    "epoch", "steps", "loss", "val_loss", "wer", "cer", "lr", "sparsity", "compression_ratio", "communication_size",
-    "bytes_sent", "io_s", "forward_s", "backward_s", "communication_s", "wait_s", "samples_per_s", "memory_mb",
+    "epoch", "step", "time_s", "steps", "loss", "val_loss", "wer", "cer", "lr", "sparsity", "compression_ratio",
+    "communication_size", "bytes_sent", "io_s", "forward_s", "backward_s", "communication_s", "wait_s",
+    "samples_per_s", "memory_mb",
 )  # fmt: skip
+TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
+LOOP_STAGES = ("io", "forward", "backward", "wait")
+REDUCTION_STAGES = ("compensate", "select", "encode", "exchange", "combine", "apply")
+RANK_COLUMNS = ("epoch", "rank", "steps", *TRAFFIC, *(f"{stage}_s" for stage in (*LOOP_STAGES, *REDUCTION_STAGES)))
+_FLUSH_S = 1.0
 
 
 class RunLog(Protocol):
-    """Told of every step and epoch."""
+    """Told of every step and epoch, and how it ended."""
 
     def step(self, record: Mapping[str, Any]) -> None: ...
-    def epoch(self, record: Mapping[str, Any]) -> None: ...
+    def epoch(self, record: Mapping[str, Any], by_rank: Sequence[Sequence[float]]) -> None:
+        """`by_rank`: every worker's figures by RANK_COLUMNS, from `steps` on."""
+        ...
+
+    def about(self, **facts: Any) -> None:
+        """Of the whole run, for run.json."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -34,47 +48,85 @@ class NullLog:
     def step(self, record: Mapping[str, Any]) -> None:
         del record
 
-    def epoch(self, record: Mapping[str, Any]) -> None:
-        del record
+    def epoch(self, record: Mapping[str, Any], by_rank: Sequence[Sequence[float]]) -> None:
+        del record, by_rank
+
+    def about(self, **facts: Any) -> None:
+        del facts
 
     def close(self) -> None:
         pass
 
 
 class FolderLog:
-    """metrics.jsonl, epochs.csv and TensorBoard events of the first worker. On resume, later entries are cut off."""
+    """run.json, metrics.jsonl, epochs.csv, ranks.csv and TensorBoard events, written by the first worker.
+
+    On resume, later entries are cut off.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], first_step: int, first_epoch: int) -> None:
         write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-        self._metrics_path, self._epochs_path = folder / "metrics.jsonl", folder / "epochs.csv"
-        _cut_off_steps(self._metrics_path, first_step)
-        rows = _old_rows(self._epochs_path, first_epoch)
-        self._epochs_file = self._epochs_path.open("w", newline="")
-        self._epochs: csv.DictWriter[str] = csv.DictWriter(self._epochs_file, EPOCH_COLUMNS)
-        self._epochs.writeheader()
-        self._epochs.writerows(rows)
-        self._metrics = self._metrics_path.open("a")
+        self._run_path = folder / "run.json"
+        self._about: dict[str, Any] = {"format": 1, "status": "running", "reason": None}
+        metrics = folder / "metrics.jsonl"
+        _cut_off_steps(metrics, first_step)
+        self._epochs = _Table(folder / "epochs.csv", EPOCH_COLUMNS, first_epoch)
+        self._ranks = _Table(folder / "ranks.csv", RANK_COLUMNS, first_epoch)
+        self._metrics = metrics.open("a")
+        self._last_flush = time.monotonic()
         self._events = _event_writer(folder / "tensorboard", first_step)
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+        if time.monotonic() - self._last_flush > _FLUSH_S:
+            self._metrics.flush()
+            self._last_flush = time.monotonic()
         for key in ("loss", "lr", "sparsity", "bytes_sent"):
             if record.get(key) is not None:
                 self._events.add_scalar(f"step/{key}", record[key], record["step"])
 
-    def epoch(self, record: Mapping[str, Any]) -> None:
-        self._epochs.writerow({key: "n/a" if record.get(key) is None else record[key] for key in EPOCH_COLUMNS})
-        self._epochs_file.flush()
+    def epoch(self, record: Mapping[str, Any], by_rank: Sequence[Sequence[float]]) -> None:
+        self._epochs.add(record.get(key) for key in EPOCH_COLUMNS)
+        for rank, figures in enumerate(by_rank):
+            counts, seconds = figures[: 1 + len(TRAFFIC)], figures[1 + len(TRAFFIC) :]
+            self._ranks.add([record["epoch"], rank, *(int(count) for count in counts), *seconds])
         self._metrics.flush()
         for key in ("loss", "val_loss", "wer", "cer", "sparsity"):
             if record.get(key) is not None:
                 self._events.add_scalar(f"epoch/{key}", record[key], record["epoch"])
         self._events.flush()
 
+    def about(self, **facts: Any) -> None:
+        self._about |= facts
+        write_text(self._run_path, json.dumps(self._about, indent=2) + "\n")
+
     def close(self) -> None:
         self._metrics.close()
-        self._epochs_file.close()
+        self._epochs.close()
+        self._ranks.close()
         self._events.close()
+
+
+class _Table:
+    """A CSV file with a row for every epoch, or several; rows of earlier epochs are kept. None is n/a."""
+
+    def __init__(self, path: Path, columns: Sequence[str], first_epoch: int) -> None:
+        kept: list[dict[str, str]] = []
+        if path.is_file():
+            with path.open(newline="") as file:
+                kept = [row for row in csv.DictReader(file) if int(row["epoch"]) < first_epoch]
+        self._file = path.open("w", newline="")
+        self._writer = csv.writer(self._file)
+        self.add(columns)
+        for row in kept:
+            self.add(row.get(column) for column in columns)
+
+    def add(self, values: Iterable[object]) -> None:
+        self._writer.writerow(["n/a" if value is None else value for value in values])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def stats_record(stats: StepStats) -> dict[str, Any]:
@@ -138,10 +190,3 @@ def _cut_off_steps(path: Path, first_step: int) -> None:
             if int(json.loads(line)["step"]) < first_step:
                 kept.append(f"{line}\n")
     write_text(path, "".join(kept))
-
-
-def _old_rows(path: Path, first_epoch: int) -> Sequence[dict[str, str]]:
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if int(row["epoch"]) < first_epoch]

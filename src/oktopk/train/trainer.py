@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import logging
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from oktopk.allreducer import Plan
 from oktopk.distributed_optimizer import DistributedOptimizer
+from oktopk.metrics.gradients import GradientRecorder
+from oktopk.metrics.profile import Profiler
+from oktopk.phases import Plan
 from oktopk.precheck import NonFiniteGradientError
 from oktopk.train import checkpoint
 from oktopk.train.config import TrainConfig
@@ -39,12 +43,16 @@ class Position:
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
+    time_s: float = 0.0
+    """Of training in earlier runs that this one resumes."""
 
 
 class Trainer:
     """`sparsities`, `compression_ratios` and `communication_sizes` fill up, one entry for each bucket and step."""
 
-    def __init__(self, config: TrainConfig, member: Member, workload: Workload, display: Display) -> None:
+    def __init__(
+        self, config: TrainConfig, member: Member, workload: Workload, display: Display, profiler: Profiler
+    ) -> None:
         self.sparsities: list[float] = []
         self.compression_ratios: list[float] = []
         self.communication_sizes: list[float] = []
@@ -52,6 +60,7 @@ class Trainer:
         self._member = member
         self._workload = workload
         self._display = display
+        self._profiler = profiler
         self._model = workload.model
         self._told: list[StepStats] = []
         self.position = Position()
@@ -61,6 +70,8 @@ class Trainer:
         self.num_steps = min(whole, config.max_steps) if config.max_steps else whole
         self._checkpoints = config.run_folder / "checkpoints"
         self._remarked: set[str] = set()
+        self._start = time.monotonic()
+        profiler.step = lambda: self.position.step
 
     def plan(self) -> Plan:
         return self.optimizer.allreducer.plan(self.num_steps)
@@ -74,6 +85,10 @@ class Trainer:
         """Over all workers."""
         return self._workload.batch_size * self.config.nsteps_update * self._member.place.size
 
+    def elapsed_s(self) -> float:
+        """Since training began, resumed parts added up."""
+        return self.position.time_s + time.monotonic() - self._start
+
     # --- the run
 
     def run(self) -> dict[str, Any]:
@@ -83,18 +98,24 @@ class Trainer:
         if self.config.resume:
             self._resume()
         self._display.plan(self)
+        self._record_gradients()
         log = self._open_log()
+        self._start = time.monotonic()
         record: dict[str, Any] = {}
         try:
             while self.position.step < self.num_steps:
                 record = self._epoch(log)
+            log.about(status="finished")
             return record
+        except BaseException as error:
+            log.about(status="failed", reason=str(error) or type(error).__name__)
+            raise
         finally:
             log.close()
             self.optimizer.stop()
 
     def _epoch(self, log: RunLog) -> dict[str, Any]:
-        position, meter = self.position, EpochMeter(self)
+        position, meter = self.position, EpochMeter(self, self._profiler)
         self._set_learning_rate()
         last = min(self.steps_per_epoch, position.step_in_epoch + self.num_steps - position.step)
         batches = self._workload.batches(position.epoch, position.step_in_epoch * self.config.nsteps_update)
@@ -109,12 +130,12 @@ class Trainer:
         done = position.step == self.num_steps
         record = meter.summary(self._mean_over_workers(meter.losses))
         if done or (position.epoch + 1) % self.config.validate_every == 0:
-            with averaged_buffers(self._model, self._member):
+            with self._profiler.stage("validate"), averaged_buffers(self._model, self._member):
                 record.update(
                     {f"val_{key}" if key == "loss" else key: v for key, v in self._workload.validate().items()}
                 )
         self._say_remarks()
-        log.epoch(record)
+        log.epoch(record, self._of_all_workers(meter.of_this_worker()))
         self._display.epoch_done(record)
         if finished:
             position.epoch, position.step_in_epoch = position.epoch + 1, 0
@@ -184,6 +205,21 @@ class Trainer:
         self._member.comm.all_reduce(sums)
         return float(sums[0] / sums[1]) if float(sums[1]) else None
 
+    def _of_all_workers(self, figures: list[float]) -> list[list[float]]:
+        place = self._member.place
+        all_figures = torch.zeros(place.size, len(figures), dtype=torch.float64, device=self._member.device)
+        all_figures[place.rank] = torch.tensor(figures, dtype=torch.float64)
+        self._member.comm.all_reduce(all_figures)
+        return cast("list[list[float]]", all_figures.tolist())
+
+    def _record_gradients(self) -> None:
+        if self.config.record_gradients:
+            plan = self.plan()
+            first = plan.sparse_steps.start if plan.sparse_steps else self.position.step
+            folder = self.config.run_folder / "gradients" / f"rank_{self._member.place.rank}"
+            steps = range(first, first + self.config.record_gradients)
+            self.optimizer.allreducer.watch(GradientRecorder(folder, steps))
+
     def _say_remarks(self) -> None:
         for remark in self._workload.remarks():
             kind = remark.lstrip("0123456789 ")[:40]
@@ -194,8 +230,21 @@ class Trainer:
     def _open_log(self) -> RunLog:
         if not self._member.is_first:
             return NullLog()
-        position = self.position
-        return FolderLog(self.config.run_folder, self.config.as_dict(), position.step, position.epoch)
+        position, plan = self.position, self.plan()
+        log = FolderLog(self.config.run_folder, self.config.as_dict(), position.step, position.epoch)
+        log.about(
+            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            task=self.config.task,
+            num_parameters=self.num_parameters,
+            workers=self._member.place.size,
+            num_steps=self.num_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            dense_steps=len(plan.dense_steps),
+            compressor=self.optimizer.allreducer.compressor,
+            density=self.config.density,
+            auto=None,
+        )
+        return log
 
     # --- checkpoints
 
@@ -217,10 +266,12 @@ class Trainer:
             "config": json.dumps(self.config.as_dict()),
             "epoch": self.position.epoch,
             "step_in_epoch": self.position.step_in_epoch,
+            "time_s": self.elapsed_s(),
             "model": self._model.state_dict(),
             "optimizer": state,
         }
-        path = checkpoint.save(self._checkpoints, self.position.step, shared, own, self._member.comm)
+        with self._profiler.stage("checkpoint"):
+            path = checkpoint.save(self._checkpoints, self.position.step, shared, own, self._member.comm)
         logger.info("checkpoint %s", path)
 
     def _resume(self) -> None:
@@ -232,7 +283,10 @@ class Trainer:
             buffer.copy_(saved.own["buffers"][name])
         self.optimizer.load_state_dict({**saved.shared["optimizer"], "oktopk": saved.own["allreducer"]})
         torch.set_rng_state(saved.own["rng"])
-        self.position = Position(saved.shared["step"], saved.shared["epoch"], saved.shared["step_in_epoch"])
+        shared = saved.shared
+        self.position = Position(
+            shared["step"], shared["epoch"], shared["step_in_epoch"], float(shared.get("time_s", 0.0))
+        )
         if self.position.step >= self.num_steps:
             raise checkpoint.CheckpointError(
                 f"{path}: is at step {self.position.step}, and this run ends at step {self.num_steps}; "

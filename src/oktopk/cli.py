@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from oktopk.console.words import UsageError
+from oktopk.launch import find_place
 from oktopk.train.config import ConfigError, TrainConfig, load_config, parse_bool, preset_names
 from oktopk.train.data.an4_like import generate
 from oktopk.train.data.errors import DataError
 from oktopk.train.data.manifest import write_manifests
-from oktopk.train.launch import find_place
 from oktopk.train.main import run_training
 
 _OWN_PARSERS: Mapping[str, tuple[str, str]] = {
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(importlib.import_module(module).main(given[1:]))
         options = _parser().parse_args(given)
         return int(options.run(options, given))
-    except (ConfigError, DataError, UsageError) as error:
+    except (DataError, UsageError) as error:
         print(f"oktopk: {error}", file=sys.stderr)
         return 2
 

@@ -17,9 +17,9 @@ import torch
 
 from oktopk.cli import main
 from oktopk.comm import SimulatedCommunicator, World
+from oktopk.launch import Member, Place, find_place, first_host
 from oktopk.train.config import make_config
 from oktopk.train.data.an4_like import generate
-from oktopk.train.launch import Member, Place, find_place, first_host
 from oktopk.train.legacy import main as legacy_main
 from oktopk.train.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from oktopk.train.tasks import build_workload

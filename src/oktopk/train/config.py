@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from oktopk.console.words import UsageError
+from oktopk.launch import COMM_NAMES, DEVICE_NAMES
 from oktopk.registry import canonical_name
 from oktopk.settings import Settings
 
 PRESETS = Path(__file__).parent.parent / "configs"
-COMM_NAMES = ("auto", "gloo", "nccl", "mpi")
 
 
-class ConfigError(ValueError):
+class ConfigError(UsageError):
     """A setting that cannot be used; the message names the key, the value, the reason and the fix."""
 
 
@@ -100,7 +101,7 @@ class TrainConfig:
             value = getattr(self, key)
             if not 0.0 < value < math.inf:
                 raise ConfigError(f"{key}={value!r}: must be a positive number")
-        choices = {"comm": COMM_NAMES, "device": ("auto", "cpu", "cuda"), "on_bad_audio": ("fail", "skip")}
+        choices = {"comm": COMM_NAMES, "device": DEVICE_NAMES, "on_bad_audio": ("fail", "skip")}
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key}={getattr(self, key)!r}: must be one of {', '.join(allowed)}")

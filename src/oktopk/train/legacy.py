@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from oktopk.launch import find_place
 from oktopk.train.config import ConfigError, load_config, parse_bool
 from oktopk.train.data.errors import DataError
-from oktopk.train.launch import find_place
 from oktopk.train.main import run_training
 
 

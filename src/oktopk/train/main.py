@@ -15,11 +15,11 @@ from oktopk.comm.base import CommunicationError, Communicator
 from oktopk.comm.counting import CountingCommunicator
 from oktopk.comm.local_workers import start_local_workers
 from oktopk.guard import GuardViolation
+from oktopk.launch import Member, find_place, join
 from oktopk.metrics.profile import FileProfile, NoProfile, Profiler
 from oktopk.train.checkpoint import CheckpointError
 from oktopk.train.config import ConfigError, TrainConfig
 from oktopk.train.data.errors import DataError
-from oktopk.train.launch import Member, find_place, join
 from oktopk.train.runlog import open_rank_log
 from oktopk.train.show import Silent, Terminal
 from oktopk.train.tasks import build_workload
@@ -37,7 +37,7 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
         return start_local_workers(config.workers, arguments)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // place.local_size))  # workers on one machine share its cores
-    member = join(config, place)
+    member = join(place, config.comm, config.device, config.timeout_s)
     try:
         _train(config, member)
     except _FAILURES as error:

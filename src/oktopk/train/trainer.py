@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from oktopk.distributed_optimizer import DistributedOptimizer
+from oktopk.launch import Member
 from oktopk.metrics.gradients import GradientRecorder
 from oktopk.metrics.profile import Profiler
 from oktopk.phases import Plan
 from oktopk.precheck import NonFiniteGradientError
 from oktopk.train import checkpoint
 from oktopk.train.config import TrainConfig
-from oktopk.train.launch import Member
 from oktopk.train.meter import EpochMeter
 from oktopk.train.runlog import FolderLog, NullLog, RunLog
 from oktopk.train.show import Display

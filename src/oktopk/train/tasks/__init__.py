@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from oktopk.launch import Member
 from oktopk.train.config import ConfigError, TrainConfig
-from oktopk.train.launch import Member
 from oktopk.train.tasks.base import Workload
 from oktopk.train.tasks.speech import build_speech
 

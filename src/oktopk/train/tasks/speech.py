@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.comm.base import Communicator
+from oktopk.launch import Member
 from oktopk.train.config import TrainConfig
 from oktopk.train.data.an4_like import generate
 from oktopk.train.data.audio import SAMPLE_RATE, augment, load_audio, log_spectrogram
@@ -19,7 +20,6 @@ from oktopk.train.data.errors import DataError
 from oktopk.train.data.manifest import Utterance, find_utterances
 from oktopk.train.data.sampler import BucketedBatches, shard
 from oktopk.train.decode import BLANK, LABELS, character_errors, encode_text, greedy, word_errors
-from oktopk.train.launch import Member
 from oktopk.train.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from oktopk.train.tasks.base import Workload
 from oktopk.types import ints

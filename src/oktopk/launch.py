@@ -11,8 +11,11 @@ import torch
 
 from oktopk.comm.base import Communicator
 from oktopk.comm.torchdist import initialize
+from oktopk.console.words import UsageError
 from oktopk.registry import make_communicator
-from oktopk.train.config import ConfigError, TrainConfig
+
+COMM_NAMES = ("auto", "gloo", "nccl", "mpi")
+DEVICE_NAMES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -74,27 +77,27 @@ def find_place() -> Place:
     return Place("nobody", 0, 1, 0, 1)
 
 
-def join(config: TrainConfig, place: Place) -> Member:
-    """Meet the others."""
-    device = _device(config, place)
-    kind = config.comm if config.comm != "auto" else _best_comm(device, place)
+def join(place: Place, comm: str, device_name: str, timeout_s: float) -> Member:
+    """Meet the others, over one of COMM_NAMES, on one of DEVICE_NAMES."""
+    device = _device(device_name, place)
+    kind = comm if comm != "auto" else _best_comm(device, place)
     if kind == "nccl" and device.type != "cuda":
-        raise ConfigError("comm='nccl': needs CUDA devices; use --comm gloo")
+        raise UsageError("comm='nccl': needs CUDA devices; use --comm gloo")
     if kind == "mpi":
-        return Member(place, make_communicator("mpi", config.timeout_s), device)
+        return Member(place, make_communicator("mpi", timeout_s), device)
     if place.size == 1:
-        return Member(place, make_communicator("auto", config.timeout_s), device)
+        return Member(place, make_communicator("auto", timeout_s), device)
     os.environ.setdefault("MASTER_ADDR", _meeting_host(place))
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 20000))
-    initialize(kind, place.rank, place.size, config.timeout_s)
-    return Member(place, make_communicator("torch", config.timeout_s), device)
+    initialize(kind, place.rank, place.size, timeout_s)
+    return Member(place, make_communicator("torch", timeout_s), device)
 
 
-def _device(config: TrainConfig, place: Place) -> torch.device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+def _device(name: str, place: Place) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("device='cuda': no CUDA device here; use --device cpu")
+        raise UsageError("device='cuda': no CUDA device here; use --device cpu")
     device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -112,7 +115,7 @@ def _meeting_host(place: Place) -> str:
         return "127.0.0.1"
     if place.starter == "srun":
         return first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
-    raise ConfigError(
+    raise UsageError(
         f"comm: {place.starter} started {place.size} workers on several machines; set MASTER_ADDR to the address of "
         "the first, or use --comm mpi"
     )

@@ -150,6 +150,7 @@ def measure(place: Place, options: Options, job: Job, tell: Tell) -> list[dict[s
             if step < warmup - contender.warmup:
                 continue
             gradient.copy_(fresh)
+            time.sleep(options.pause_s)
             bench_peers.barrier()
             start = time.perf_counter()
             stats = contender.exchange()

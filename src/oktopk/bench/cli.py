@@ -26,6 +26,7 @@ _ABOUT: Mapping[str, str] = {
     "kernels": "the kernels alone, without communication",
     "allreduce": "one allreduce on loopback, beside plain Gloo and DDP's hooks",
     "links": "the same over links of chosen speeds (needs root, ip and tc)",
+    "model": "the cost model's predictions beside measured allreduces, on loopback and slower links",
     "training": "whole training steps under DDP",
     "soak": "many reductions: memory, the conservation law, speed at the end",
     "quick": "a short selection of all",
@@ -136,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     for name, sizes, densities, iterations in (
         ("allreduce", ("1M", "10M", "27.6M"), ("0.001", "0.01", "0.02"), 20),
         ("links", ("10M",), ("0.01",), 7),
+        ("model", ("1M", "10M"), ("0.001", "0.01"), 7),
     ):
         each = made[name]
         _add_many(each, "--ranks", read.count(2), (2, 4), "numbers of processes")
@@ -147,6 +149,7 @@ def parser() -> argparse.ArgumentParser:
         reducers = read.one_of(*(name for name in (*REDUCERS, *ALIASES) if name not in ("oktopk", "dense", "none")))
         _add_many(each, "--reducers", reducers, (), "other reducers to measure as well")
     _add_rates(made["links"], "100mbit", "1gbit", "10gbit")
+    _add_rates(made["model"], LOOPBACK, "100mbit", "1gbit", "10gbit")
 
     training = made["training"]
     _add_many(training, "--tasks", read.one_of(*TASKS), TASKS, "models to train")

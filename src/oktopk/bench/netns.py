@@ -11,10 +11,11 @@ import shutil
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oktopk.bench.world import Seat
 from oktopk.console.words import LOOPBACK, bits_per_s
+from oktopk.plan.model import Link
 
 _PREFIX = "oktopk-bench-"
 _LATENCY_MS = 50
@@ -123,3 +124,8 @@ def _do(*command: str) -> None:
 
 def _try(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def with_burst(link: Link, rate: str) -> Link:
+    """What was measured in a row was measured with an empty bucket; after a pause it is full."""
+    return replace(link, burst_bytes=burst_bytes(rate))

@@ -42,6 +42,8 @@ class Options:
     bucket_cap_mb: float = 25.0
     tiny: bool = False
     timeout_s: float = 300.0
+    pause_s: float = 0.0
+    """Before each timed allreduce: a token bucket is full again afterwards."""
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:

@@ -14,13 +14,14 @@ from typing import IO, Any
 
 import torch
 
-from oktopk.bench import allreduce, raw_link, soak, training
+from oktopk.bench import allreduce, model, raw_link, soak, training
 from oktopk.bench.options import Options
 from oktopk.bench.place import Job, Place, Tell
 from oktopk.comm import bench_peers
 
 _MEASURES: Mapping[str, Callable[[Place, Options, Job, Tell], Any]] = {
     "allreduce": allreduce.measure,
+    "model": model.measure,
     "raw_link": raw_link.measure,
     "soak": soak.measure,
     "training": training.measure,

@@ -63,7 +63,9 @@ class TrainConfig:
     nsteps_update: int = _setting(1, "optimisation", "batches accumulated for one step")
     validate_every: int = _setting(1, "optimisation", "epochs between validations; the last epoch always has one")
 
-    compressor: str = _setting("oktopk", "compression", "which reducer exchanges the gradients")
+    compressor: str = _setting(
+        "oktopk", "compression", "which reducer exchanges the gradients; auto: measure, then decide"
+    )
     density: float = _setting(0.02, "compression", "part of the gradient to send, in (0, 1]")
     warmup_steps: int = _setting(128, "compression", "dense steps before the first sparse one")
     min_sparse_numel: int = _setting(1024, "compression", "smaller buckets stay dense")
@@ -84,7 +86,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         try:
-            canonical_name(self.compressor)
+            if self.compressor != "auto":
+                canonical_name(self.compressor)
             self.allreducer_settings()
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -21,6 +21,7 @@ StepSink = Callable[[Mapping[str, Any]], None]
 
 class Display(Protocol):
     def plan(self, trainer: Trainer) -> None: ...
+    def note(self, text: str) -> None: ...
     def epoch(self, epoch: int, num_steps: int) -> contextlib.AbstractContextManager[StepSink]: ...
     def epoch_done(self, record: Mapping[str, Any]) -> None: ...
     def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None: ...
@@ -31,6 +32,9 @@ class Silent:
 
     def plan(self, trainer: Trainer) -> None:
         trainer.plan()
+
+    def note(self, text: str) -> None:
+        del text
 
     @contextlib.contextmanager
     def epoch(self, epoch: int, num_steps: int) -> Generator[StepSink]:
@@ -53,21 +57,26 @@ class Terminal:
         config, plan = trainer.config, trainer.plan()
         n, size = trainer.num_parameters, trainer.optimizer.allreducer.comm.size
         dense, sparse = len(plan.dense_steps), len(plan.sparse_steps)
-        k = max(1, round(config.density * n))
+        k = max(1, round(trainer.density * n))
         say = self._console.print
         say(f"plan: {config.task}, {n:,} parameters, {size} worker{'s' if size > 1 else ''}, {config.compressor}")
+        for line in trainer.auto.history() if trainer.auto else ():
+            say(f"  auto: {line}")
         say(
             f"  {trainer.steps_per_epoch} steps an epoch, {trainer.num_steps} in all: {dense} dense, {sparse} sparse"
             + (f" from step {plan.sparse_steps.start}" if sparse else "")
         )
         say(
             f"  gradient to apply in a step: dense {_bytes(4 * n)}, sparse about {_bytes(8 * k)}"
-            f" (density {config.density:g})"
+            f" (density {trainer.density:g})"
         )
         if trainer.position.step:
             say(f"  resumed at step {trainer.position.step}")
         if plan.warning:
             say(f"  WARNING: {plan.warning}")
+
+    def note(self, text: str) -> None:
+        self._console.print(text)
 
     @contextlib.contextmanager
     def epoch(self, epoch: int, num_steps: int) -> Generator[StepSink]:

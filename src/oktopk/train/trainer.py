@@ -19,9 +19,11 @@ from oktopk.distributed_optimizer import DistributedOptimizer
 from oktopk.launch import Member
 from oktopk.metrics.gradients import GradientRecorder
 from oktopk.metrics.profile import Profiler
+from oktopk.packing import make_packs
 from oktopk.phases import Plan
 from oktopk.precheck import NonFiniteGradientError
 from oktopk.train import checkpoint
+from oktopk.train.auto import AUTO, Auto
 from oktopk.train.config import TrainConfig
 from oktopk.train.meter import EpochMeter
 from oktopk.train.runlog import FolderLog, NullLog, RunLog
@@ -64,6 +66,7 @@ class Trainer:
         self._model = workload.model
         self._told: list[StepStats] = []
         self.position = Position()
+        self.auto = self._decide() if config.compressor == AUTO else None
         self.optimizer = self._make_optimizer()
         self.steps_per_epoch = max(1, workload.num_batches // config.nsteps_update)
         whole = config.epochs * self.steps_per_epoch
@@ -72,6 +75,10 @@ class Trainer:
         self._remarked: set[str] = set()
         self._start = time.monotonic()
         profiler.step = lambda: self.position.step
+
+    @property
+    def density(self) -> float:
+        return self.auto.density if self.auto else self.config.density
 
     def plan(self) -> Plan:
         return self.optimizer.allreducer.plan(self.num_steps)
@@ -123,6 +130,7 @@ class Trainer:
             for _ in range(position.step_in_epoch, last):
                 record = self._step(batches, meter)
                 log.step(record)
+                self._look_again(record, log)
                 progress(record)
                 position.step += 1
                 position.step_in_epoch += 1
@@ -178,6 +186,20 @@ class Trainer:
 
     # --- parts
 
+    def _decide(self) -> Auto:
+        if self.config.resume:
+            return Auto.of_run(self.config.run_folder)
+        packs = make_packs(list(self._model.named_parameters()), self.config.bucket_cap_mb)
+        return Auto.decide(self.config, self._member, [pack.flat.numel() for pack in packs])
+
+    def _look_again(self, record: dict[str, Any], log: RunLog) -> None:
+        if self.auto is None:
+            return
+        answer = self.auto.after_step(record, self.optimizer.allreducer, self._member.comm)
+        if answer:
+            self._display.note(f"auto, step {record['step']}: {answer}")
+            log.about(auto=self.auto.as_dict())
+
     def _make_optimizer(self) -> DistributedOptimizer:
         config = self.config
         sgd = torch.optim.SGD(
@@ -186,13 +208,15 @@ class Trainer:
         optimizer = DistributedOptimizer(
             sgd,
             self._model.named_parameters(),
-            config.compressor,
+            self.auto.reducer if self.auto else config.compressor,
             comm=self._member.comm,
             trainer=self,
             norm_clip=config.norm_clip or None,
             bucket_cap_mb=config.bucket_cap_mb,
-            **config.allreducer_settings(),
+            **{**config.allreducer_settings(), "density": self.density},
         )
+        if self.auto and not self.auto.compresses:
+            optimizer.allreducer.compress_from(None)
         optimizer.add_listener(self._told.append)
         return optimizer
 
@@ -241,8 +265,8 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
             dense_steps=len(plan.dense_steps),
             compressor=self.optimizer.allreducer.compressor,
-            density=self.config.density,
-            auto=None,
+            density=self.density,
+            auto=self.auto.as_dict() if self.auto else None,
         )
         return log
 

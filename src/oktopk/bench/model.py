@@ -1,0 +1,87 @@
+"""The cost model against the clock: calibrate a world, measure its allreduces, say how far the predictions are off."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from oktopk.bench import allreduce, netns
+from oktopk.bench.options import Options
+from oktopk.bench.place import Job, Place, Tell
+from oktopk.bench.world import BenchWorld
+from oktopk.comm.torchdist import TorchDistCommunicator
+from oktopk.console.progress import Progress
+from oktopk.console.tables import Column, Row, elements, figure, milliseconds
+from oktopk.console.words import LOOPBACK
+from oktopk.plan.advise import COMMON
+from oktopk.plan.calibrate import Calibration, calibrate
+from oktopk.plan.model import predict
+from oktopk.plan.stored import calibration_of, plain
+
+_PAUSE_S = 0.03
+"""Fills the token bucket of the slowest link that is worth measuring: so much passes at once in every allreduce."""
+
+
+def run(options: Options) -> list[Row]:
+    """Rows as of `links`, with what was predicted for them."""
+    options = replace(options, pause_s=_PAUSE_S)
+    progress = Progress()
+    rows: list[Row] = []
+    for link in options.rates:
+        for size in options.ranks:
+            progress.part(f"{link}: starting {size} workers")
+            try:
+                with netns.seats(size, link) as seats, BenchWorld(seats, options) as world:
+                    for n in options.sizes:
+                        progress.part(f"{link}: P = {size}, n = {elements(n)}")
+                        calibration = calibration_of(
+                            world.run({"what": "model", "n": n, "options": asdict(options)}, progress)[0]
+                        )
+                        where = {"bench": "model", "link": link, "calibration": plain(calibration)}
+                        measured = allreduce.compare(world, options, n, progress, where)
+                        rows += [_with_prediction(row, calibration, link) for row in measured]
+            except netns.LinksUnavailable as error:
+                return [*rows, {"bench": "model", "link": link, "skipped": str(error)}]
+    progress.end()
+    return rows
+
+
+def _with_prediction(row: Row, calibration: Calibration, rate: str) -> Row:
+    contender: str = row["contender"]
+    reducer = {"dense-fp32": "dense", "oktopk-fp32": "oktopk"}.get(contender, contender)
+    link = calibration.link
+    if rate != LOOPBACK:
+        link = netns.with_burst(link, rate)
+    made = predict(reducer, row["n"], row["density"] or 1.0, row["ranks"], link, calibration.machine, COMMON)
+    predicted_ms = 1e3 * made.total_s
+    return {
+        **row,
+        "predicted_ms": predicted_ms,
+        "predicted_compute_ms": 1e3 * made.compute_s,
+        "error": predicted_ms / row["median_ms"] - 1.0,
+    }
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("contender", lambda row: row["contender"]),
+    ("link", lambda row: row["link"]),
+    ("P", lambda row: str(row["ranks"])),
+    ("n", lambda row: elements(row["n"])),
+    ("density", lambda row: figure(row["density"], "g")),
+    ("measured ms", lambda row: milliseconds(row["median_ms"])),
+    ("predicted", lambda row: milliseconds(row["predicted_ms"])),
+    ("error", lambda row: figure(row["error"], "+.0%")),
+)
+
+
+# --- in the workers
+
+
+def measure(place: Place, options: Options, job: Job, tell: Tell) -> dict[str, Any]:
+    tell(f"P = {place.size}: calibrating")
+    comm = TorchDistCommunicator(options.timeout_s)
+    found = calibrate(comm, torch.device("cpu"), int(job["n"]))
+    comm.close()
+    return plain(found)

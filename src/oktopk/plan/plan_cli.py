@@ -1,0 +1,143 @@
+"""`oktopk plan`: step times past the machines at hand, by the cost model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from oktopk.comm.simulator import SimulatedCommunicator, World
+from oktopk.console import words
+from oktopk.console.files import write_results
+from oktopk.console.tables import Column, Row, figure, table
+from oktopk.console.words import LineParser, UsageError
+from oktopk.plan.advise import REDUCERS, Question, duration, equal_buckets
+from oktopk.plan.advise_cli import PER_MESSAGE_S
+from oktopk.plan.calibrate import measure_machine
+from oktopk.plan.model import Compute, Link, Machine
+from oktopk.plan.run_facts import read_run
+from oktopk.plan.scaling import Grid, crossover, scale
+from oktopk.plan.stored import read_calibration
+
+_RANKS = (2, 8, 32, 64, 256, 1024, 4096)
+_RATES = ("1gbit", "10gbit", "25gbit", "100gbit")
+
+
+def main(arguments: Sequence[str]) -> int:
+    start = time.monotonic()
+    options = _parser().parse_args(list(arguments))
+    question, links = _question(options)
+    rows = scale(question, Grid(options.ranks, links))
+    for link, _ in links:
+        print(f"\n{link}, {duration(options.latency)} a round: milliseconds of a step (x dense)")
+        print(_shown([row for row in rows if row["link"] == link], options.ranks))
+    print()
+    for line in crossover(rows):
+        print(line)
+    known = duration(options.compute) if question.compute.backward_s else "unknown, so nothing is hidden behind them"
+    print(f"forward and backward: {known}")
+    print(f"by the cost model, give or take {question.uncertainty:.0%} of an allreduce; <- marks what would be advised")
+    folder = Path(options.out)
+    write_results(folder / "plan.json", ["plan", *arguments], rows, time.monotonic() - start)
+    print(folder / "plan.json")
+    _draw(folder / "plan.png", rows)
+    return 0
+
+
+def _question(options: argparse.Namespace) -> tuple[Question, list[tuple[str, Link]]]:
+    facts = read_run(Path(options.run)) if options.run else None
+    if not (facts or options.parameters):
+        raise UsageError("--parameters: missing; say how large the gradient is (--parameters 27.6M) or give a --run")
+    sizes: Sequence[int] = (
+        equal_buckets(options.parameters, options.bucket_cap_mb)
+        if options.parameters or not facts
+        else facts.bucket_sizes
+    )
+    machine, per_message_s, dense_byte_s = _machine(options, max(sizes))
+    compute = facts.compute if facts else Compute()
+    if options.compute is not None:
+        compute = Compute(options.compute / 3, options.compute * 2 / 3)
+    options.compute = compute.forward_s + compute.backward_s
+    links = [
+        (rate, Link.of_figures(words.bits_per_s(rate), options.latency, per_message_s, dense_byte_s))
+        for rate in options.rates
+    ]
+    question = Question(
+        bucket_sizes=sizes,
+        num_ranks=2,
+        link=links[0][1],
+        machine=machine,
+        compute=replace(compute, shared=options.device == "cpu"),
+        reducers=options.reducers,
+        densities=(options.density,),
+    )
+    return question, links
+
+
+def _machine(options: argparse.Namespace, n: int) -> tuple[Machine, float, float]:
+    """Measured before, or now; with what a message and a byte of an all_reduce cost the processor."""
+    if options.calibration:
+        known = read_calibration(Path(options.calibration))
+        return known.machine, known.link.per_message_s, known.link.dense_byte_s
+    torch.set_num_threads(1)
+    alone = SimulatedCommunicator(World(1), 0)
+    return measure_machine(alone, torch.device(options.device), n), PER_MESSAGE_S, 0.0
+
+
+def _shown(rows: Sequence[Row], ranks: Sequence[int]) -> str:
+    def cell(reducer: str, num_ranks: int) -> str:
+        row = next(row for row in rows if row["reducer"] == reducer and row["ranks"] == num_ranks)
+        mark = " <-" if row["chosen"] else "   "
+        return f"{figure(row['step_ms'], '.4g')} ({figure(row['speedup'], '.2g')}x){mark}"
+
+    reducers = list(dict.fromkeys(row["reducer"] for row in rows))
+
+    def column(num_ranks: int) -> Column:
+        return f"P = {num_ranks}", lambda row: cell(row["reducer"], num_ranks)
+
+    names: Column = ("", lambda row: row["reducer"])
+    return table([names, *map(column, ranks)], [{"reducer": reducer} for reducer in reducers])
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> None:
+    try:
+        from oktopk.plan.scaling_plot import draw
+    except ModuleNotFoundError as error:
+        print(f"no picture: {error}; pip install 'oktopk[bench]'")
+        return
+    draw(path, rows)
+    print(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = LineParser(
+        prog="oktopk plan",
+        description="Weak scaling by the cost model: step times on more workers and other links than one has.",
+    )
+    add = parser.add_argument
+    add("--parameters", type=words.size, help="elements of the gradient, such as 27.6M")
+    add("--run", help="a run's folder: sizes, forward and backward")
+    add("--compute", type=words.seconds, help="forward and backward of one step, such as 250ms")
+    add("--calibration", help="what `oktopk advise --save` wrote; without it this machine's kernels are measured now")
+    add("--density", type=words.density, default=0.01, help="part to send (default %(default)s)")
+    add("--reducers", type=words.one_of(*REDUCERS), nargs="+", default=list(REDUCERS), help="which, beside dense")
+    add("--ranks", type=words.count(2), nargs="+", default=list(_RANKS), help=f"workers (default {_list(_RANKS)})")
+    add("--rates", type=_rate, nargs="+", default=list(_RATES), help=f"links (default {' '.join(_RATES)})")
+    add("--latency", type=words.seconds, default=50e-6, help="of one exchange, such as 100us (default 50us)")
+    add("--bucket-cap-mb", type=words.positive, default=25.0, help="largest bucket in MiB (default %(default)s)")
+    add("--device", type=words.one_of("cpu", "cuda"), default="cpu", help="whose kernels (default %(default)s)")
+    add("--out", default="plan", help="folder of plan.json and plan.png (default %(default)s)")
+    return parser
+
+
+def _rate(text: str) -> str:
+    words.bits_per_s(text)
+    return text
+
+
+def _list(values: Sequence[int]) -> str:
+    return " ".join(str(value) for value in values)

@@ -97,8 +97,8 @@ class Answer:
             ]
         return [
             f"stay dense: {self.best} might be {_times(times)} times as fast (a step of "
-            f"{duration(self.best.step_s)} instead of {duration(self.dense.step_s)}; {span} is possible), too little to "
-            "be sure of; only training both ways will tell"
+            f"{duration(self.best.step_s)} instead of {duration(self.dense.step_s)}; {span} is possible), too little "
+            "to be sure of; only training both ways will tell"
         ]
 
 

@@ -107,7 +107,7 @@ def _draw(path: Path, rows: Sequence[Row]) -> None:
     try:
         from oktopk.plan.scaling_plot import draw
     except ModuleNotFoundError as error:
-        print(f"no picture: {error}; pip install 'oktopk[bench]'")
+        print(f"no picture: {error}; pip install 'oktopk[train]'")
         return
     draw(path, rows)
     print(path)

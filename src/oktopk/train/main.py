@@ -14,9 +14,11 @@ import torch
 from oktopk.comm.base import CommunicationError, Communicator
 from oktopk.comm.counting import CountingCommunicator
 from oktopk.comm.local_workers import start_local_workers
+from oktopk.console.words import UsageError
 from oktopk.guard import GuardViolation
 from oktopk.launch import Member, find_place, join
 from oktopk.metrics.profile import FileProfile, NoProfile, Profiler
+from oktopk.report.write import write_report
 from oktopk.train.checkpoint import CheckpointError
 from oktopk.train.config import ConfigError, TrainConfig
 from oktopk.train.data.errors import DataError
@@ -68,6 +70,8 @@ def _train(config: TrainConfig, member: Member) -> None:
         record = trainer.run()
         profiler.close()
         member.comm.barrier()  # all profiles are whole
+        if config.report and member.is_first:
+            _write_report(config)
         display.summary(trainer, record)
         member.comm.barrier()
     except _FAILURES as error:
@@ -77,6 +81,14 @@ def _train(config: TrainConfig, member: Member) -> None:
         profiler.close()
         logger.removeHandler(handler)
         handler.close()
+
+
+def _write_report(config: TrainConfig) -> None:
+    """A page that cannot be made must not spoil a training that went well."""
+    try:
+        write_report([config.run_folder])
+    except (UsageError, OSError) as error:
+        logger.warning("no report: %s", error)
 
 
 def _profiler(config: TrainConfig, member: Member) -> Profiler:

@@ -114,8 +114,17 @@ class Terminal:
         for row in summary_rows(folder, trainer.optimizer.allreducer.comm.size, record):
             table.add_row(*row)
         self._console.print(table)
-        for what in ("config.json", "metrics.jsonl", "epochs.csv", "tensorboard", "logs", "checkpoints"):
-            self._console.print(f"  {folder / what}")
+        for what in (
+            "report.html",
+            "metrics.jsonl",
+            "epochs.csv",
+            "ranks.csv",
+            "profile",
+            "tensorboard",
+            "checkpoints",
+        ):
+            if (folder / what).exists():
+                self._console.print(f"  {folder / what}")
 
 
 def summary_rows(folder: Path, size: int, record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,10 +12,10 @@ REDUCERS = ("oktopk", "topkA", "topkDSA", "gtopk")
 """One of each kind; the others cost what their kind costs."""
 DENSITIES = (0.02, 0.01)
 """Those that are known to train as well as dense more often than not; lower ones are for who asks for them."""
-UNCERTAINTY = 0.3
+UNCERTAINTY = 0.4
 """Of an allreduce predicted from figures: most of those in docs/performance.md are less far off."""
-COMMON = 0.7
-"""How much ranks' choices coincide where nobody has looked; see `plan.volume.union_size`."""
+COMMON = 0.44
+"""How much ranks' choices coincide where nobody has looked: as in `oktopk simulate`; see `plan.volume.union_size`."""
 _AS_GOOD = 1.25
 _WORTH_IT = 1.05
 """Training another way should bring at least this."""

@@ -23,9 +23,7 @@ class Synthetic:
     the same: where many live in one process, make it once with `draw_base` and give it to each.
     """
 
-    def __init__(
-        self, n: int, rank: int, seed: int = DEFAULT_SEED, base: NDArray[np.float32] | None = None
-    ) -> None:
+    def __init__(self, n: int, rank: int, seed: int = DEFAULT_SEED, base: NDArray[np.float32] | None = None) -> None:
         self._base = draw_base(n, seed) if base is None else base
         self._noise = np.random.default_rng([seed, 1 + rank]).laplace(0.0, 1.0, n).astype(np.float32)
         self._edges = [round(float(edge)) for edge in np.cumsum([0.0, *_PARTS]) * n]

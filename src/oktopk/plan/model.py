@@ -13,6 +13,10 @@ from oktopk.plan.volume import Round, Volume, union_size, volume
 
 _SKEW = {"topkDSA": 2.5, "gaussiankSA": 2.5}
 """The largest of equal regions holds so many times the average: layers differ in scale. oktopk's follow the data."""
+_SMALL_SHARE = 40
+"""Of so few elements, some rank holds twice as many by chance: then oktopk evens shares out."""
+_APPLYING = 0.2
+"""Of what choosing and applying an element costs, the part for applying it."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def predict(
 ) -> Prediction:
     """A steady step of one bucket of n elements; `common`: see `plan.volume.union_size`."""
     k = max(1, round(density * n))
-    moved = volume(reducer, n, k, num_ranks, common, skew=_SKEW.get(reducer, 1.0))
+    evened = k < _SMALL_SHARE * num_ranks
+    moved = volume(reducer, n, k, num_ranks, common, skew=_SKEW.get(reducer, 1.0), evened=evened)
     if reducer == "dense":
         return Prediction(0.0, _dense_seconds(moved.rounds[1:], num_ranks, link))
     compute_s = machine.step.of(1, n) + machine.chosen_s * k + _work(reducer, n, k, num_ranks, common).seconds(machine)
@@ -149,7 +154,7 @@ def _work(reducer: str, n: int, k: int, num_ranks: int, common: float) -> Work:
         levels = peers.bit_length()  # one merge waits for the other; the winners then go down the same way
         both_ways = (2.0 * levels, 2.0 * k * levels)
         return Work(both_ways, both_ways, (4.0 * levels, 4.0 * k * levels), chosen=k * levels)
-    return Work((1.0, k), (peers, k * peers), (num_ranks, k * num_ranks), chosen=union - k)
+    return Work((1.0, k), (peers, k * peers), (num_ranks, k * num_ranks), chosen=_APPLYING * (union - k))
 
 
 def _add(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:

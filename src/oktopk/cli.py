@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, UsageError) as error:
         print(f"oktopk: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read what we print has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _train(options: argparse.Namespace, given: list[str]) -> int:

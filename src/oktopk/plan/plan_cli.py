@@ -14,12 +14,12 @@ from oktopk.comm.simulator import SimulatedCommunicator, World
 from oktopk.console import words
 from oktopk.console.files import write_results
 from oktopk.console.tables import Column, Row, figure, table
-from oktopk.console.words import LineParser, UsageError
-from oktopk.plan.advise import REDUCERS, Question, duration, equal_buckets
+from oktopk.console.words import LineParser
+from oktopk.plan.advise import REDUCERS, Question, duration
 from oktopk.plan.advise_cli import PER_MESSAGE_S
+from oktopk.plan.asked import add_options, read_options
 from oktopk.plan.calibrate import measure_machine
-from oktopk.plan.model import Compute, Link, Machine
-from oktopk.plan.run_facts import read_run
+from oktopk.plan.model import Link, Machine
 from oktopk.plan.scaling import Grid, crossover, scale
 from oktopk.plan.stored import read_calibration
 
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     print()
     for line in crossover(rows):
         print(line)
-    known = duration(options.compute) if question.compute.backward_s else "unknown, so nothing is hidden behind them"
+    whole = question.compute.forward_s + question.compute.backward_s
+    known = duration(whole) if whole else "unknown, so nothing is hidden behind them"
     print(f"forward and backward: {known}")
     print(f"by the cost model, give or take {question.uncertainty:.0%} of an allreduce; <- marks what would be advised")
     folder = Path(options.out)
@@ -49,31 +50,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _question(options: argparse.Namespace) -> tuple[Question, list[tuple[str, Link]]]:
-    facts = read_run(Path(options.run)) if options.run else None
-    if not (facts or options.parameters):
-        raise UsageError("--parameters: missing; say how large the gradient is (--parameters 27.6M) or give a --run")
-    sizes: Sequence[int] = (
-        equal_buckets(options.parameters, options.bucket_cap_mb)
-        if options.parameters or not facts
-        else facts.bucket_sizes
-    )
-    machine, per_message_s, dense_byte_s = _machine(options, max(sizes))
-    compute = facts.compute if facts else Compute()
-    if options.compute is not None:
-        compute = Compute(options.compute / 3, options.compute * 2 / 3)
-    options.compute = compute.forward_s + compute.backward_s
+    asked = read_options(options)
+    machine, per_message_s, dense_byte_s = _machine(options, max(asked.bucket_sizes))
     links = [
         (rate, Link.of_figures(words.bits_per_s(rate), options.latency, per_message_s, dense_byte_s))
         for rate in options.rates
     ]
     question = Question(
-        bucket_sizes=sizes,
+        bucket_sizes=asked.bucket_sizes,
         num_ranks=2,
         link=links[0][1],
         machine=machine,
-        compute=replace(compute, shared=options.device == "cpu"),
+        compute=replace(asked.compute, shared=options.device == "cpu"),
         reducers=options.reducers,
         densities=(options.density,),
+        common=asked.common,
     )
     return question, links
 
@@ -118,17 +109,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="oktopk plan",
         description="Weak scaling by the cost model: step times on more workers and other links than one has.",
     )
+    add_options(parser)
     add = parser.add_argument
-    add("--parameters", type=words.size, help="elements of the gradient, such as 27.6M")
-    add("--run", help="a run's folder: sizes, forward and backward")
-    add("--compute", type=words.seconds, help="forward and backward of one step, such as 250ms")
     add("--calibration", help="what `oktopk advise --save` wrote; without it this machine's kernels are measured now")
     add("--density", type=words.density, default=0.01, help="part to send (default %(default)s)")
     add("--reducers", type=words.one_of(*REDUCERS), nargs="+", default=list(REDUCERS), help="which, beside dense")
     add("--ranks", type=words.count(2), nargs="+", default=list(_RANKS), help=f"workers (default {_list(_RANKS)})")
     add("--rates", type=_rate, nargs="+", default=list(_RATES), help=f"links (default {' '.join(_RATES)})")
     add("--latency", type=words.seconds, default=50e-6, help="of one exchange, such as 100us (default 50us)")
-    add("--bucket-cap-mb", type=words.positive, default=25.0, help="largest bucket in MiB (default %(default)s)")
     add("--device", type=words.one_of("cpu", "cuda"), default="cpu", help="whose kernels (default %(default)s)")
     add("--out", default="plan", help="folder of plan.json and plan.png (default %(default)s)")
     return parser

@@ -41,7 +41,16 @@ def read_run(folder: Path) -> RunFacts:
     forward, backward = (
         float(np.median([step["seconds"][stage] for step in later])) for stage in ("forward", "backward")
     )
-    return RunFacts(sizes, num_ranks, density, Compute(forward, backward), _common(folder, density))
+    compute = Compute(forward, backward, hidden=not _clips(folder))
+    return RunFacts(sizes, num_ranks, density, compute, _common(folder, density))
+
+
+def _clips(folder: Path) -> bool:
+    """Where gradients are clipped, buckets wait for the end of backward."""
+    try:
+        return float(json.loads((folder / "config.json").read_text())["norm_clip"]) > 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _steps(path: Path) -> list[dict[str, Any]]:

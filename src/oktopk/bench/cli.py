@@ -6,7 +6,6 @@ import argparse
 import importlib
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from oktopk.bench import quick
 from oktopk.bench.options import CONTENDERS, OURS, PEERS, TASKS, WIRES, Options
 from oktopk.bench.world import WorkerFailed
 from oktopk.console import words as read
-from oktopk.console.files import write_results
+from oktopk.console.files import check_folder, write_results
 from oktopk.console.tables import Row, table
 from oktopk.console.words import LOOPBACK, LineParser, UsageError
 from oktopk.registry import ALIASES, REDUCERS
@@ -63,7 +62,7 @@ def _bench(arguments: Sequence[str]) -> int:
     options = Options.of(vars(parser().parse_args(list(arguments))))
     options.check()
     target = Path(options.out) / f"{options.what}.json"
-    _check_folder(target.parent)
+    check_folder(target.parent)
     start = time.monotonic()
     loaders = {name: _loader(name) for name in _MODULES}
     found = quick.run(options, loaders) if options.what == "quick" else loaders[options.what]()(options)
@@ -98,16 +97,6 @@ def _loader(name: str) -> Callable[[], Callable[[Options], list[Row]]]:
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"oktopk.bench.{name}")
-
-
-def _check_folder(folder: Path) -> None:
-    """Before an hour of measuring, not after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(f"--out: '{folder}': cannot be written to ({error.strerror}); choose another") from error
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,17 @@ from typing import Any
 import torch
 
 from oktopk.console.tables import Row
+from oktopk.console.words import UsageError
+
+
+def check_folder(folder: Path) -> None:
+    """Make it, and see that it can be written to, before long work and not after it; UsageError where it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--out: '{folder}': cannot be written to ({error.strerror}); choose another") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from oktopk.comm.simulator import SimulatedCommunicator, World
 from oktopk.console import words
-from oktopk.console.files import write_results
+from oktopk.console.files import check_folder, write_results
 from oktopk.console.tables import Column, Row, figure, table
 from oktopk.console.words import LineParser
 from oktopk.plan.advise import REDUCERS, Question, duration
@@ -30,6 +30,8 @@ _RATES = ("1gbit", "10gbit", "25gbit", "100gbit")
 def main(arguments: Sequence[str]) -> int:
     start = time.monotonic()
     options = _parser().parse_args(list(arguments))
+    folder = Path(options.out)
+    check_folder(folder)
     question, links = _question(options)
     rows = scale(question, Grid(options.ranks, links))
     for link, _ in links:
@@ -42,7 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     known = duration(whole) if whole else "unknown, so nothing is hidden behind them"
     print(f"forward and backward: {known}")
     print(f"by the cost model, give or take {question.uncertainty:.0%} of an allreduce; <- marks what would be advised")
-    folder = Path(options.out)
     write_results(folder / "plan.json", ["plan", *arguments], rows, time.monotonic() - start)
     print(folder / "plan.json")
     _draw(folder / "plan.png", rows)

@@ -6,14 +6,13 @@ import argparse
 import csv
 import io
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from oktopk.console import words as read
-from oktopk.console.files import write_results, write_text
+from oktopk.console.files import check_folder, write_results, write_text
 from oktopk.console.progress import Progress
 from oktopk.console.tables import Row, elements
 from oktopk.console.words import LineParser, UsageError
@@ -91,7 +90,7 @@ class _Wanted:
 
 def _simulate(arguments: list[str], progress: Progress) -> int:
     wanted = _Wanted.of(_parser().parse_args(arguments))
-    _check_folder(wanted.out)
+    check_folder(wanted.out)
     start = time.monotonic()
     source = wanted.source
     keys: list[Key] = [(reducer, size) for reducer in wanted.reducers for size in wanted.moved]
@@ -191,20 +190,10 @@ def _draw(rows: Sequence[Row], path: Path, source: str) -> None:
     try:
         from oktopk.plan.volume_plot import draw
     except ImportError as error:
-        print(f"{path.name}: left out, matplotlib is missing ({error}): pip install 'oktopk[bench]'")
+        print(f"{path.name}: left out, matplotlib is missing ({error}): pip install 'oktopk[train]'")
         return
     draw(rows, path, source)
     print(path)
-
-
-def _check_folder(folder: Path) -> None:
-    """Before the work, not after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(f"--out: '{folder}': cannot be written to ({error.strerror}); choose another") from error
 
 
 def _parser() -> argparse.ArgumentParser:

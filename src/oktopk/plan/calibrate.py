@@ -59,18 +59,17 @@ def measure_link(comm: Communicator, device: torch.device, n: int) -> Link:
     home = comm.home(device)
     latency = _round_seconds(comm, home)
     message = _message_seconds(comm, home)
-    rates: list[float] = []
-    before: tuple[int, float] | None = None
+    byte_s = 0.0
+    before = 0, latency
     for size in _SIZES:
         buffers = [torch.zeros(size // (comm.size - 1), dtype=torch.uint8, device=home)] * comm.size
         seconds = _median(comm, lambda buffers=buffers: comm.all_to_all_v(buffers), _REPEATS)
-        if before:
-            rates.append((seconds - before[1]) / (size - before[0]))
+        byte_s = (seconds - before[1]) / (size - before[0])
         before = size, seconds
         if seconds > _LONG_S:
             break
     latency = max(message, latency - (comm.size - 2) * message)
-    byte_s = max(rates[-1], _LEAST_BYTE_S)
+    byte_s = max(byte_s, _LEAST_BYTE_S)
     return Link(latency, message, byte_s, _dense_byte_seconds(comm, device, n, latency, byte_s))
 
 
@@ -201,17 +200,28 @@ def _median(comm: Communicator, call: Callable[[], object], repeats: int) -> flo
 
 
 def _average(comm: Communicator, seconds: float) -> float:
-    total = torch.tensor([seconds], dtype=torch.float64)
+    return averages(comm, [seconds])[0]
+
+
+def averages(comm: Communicator, values: Sequence[float]) -> list[float]:
+    """Of all ranks, the same on each."""
+    total = torch.tensor(values, dtype=torch.float64).to(_reachable(comm))
     comm.all_reduce(total)
-    return float(total) / comm.size
+    return [float(value) / comm.size for value in total.cpu()]
 
 
 def slowest(comm: Communicator, seconds: float) -> float:
     """Of all ranks, the same on each."""
     everyones = torch.zeros(comm.size, dtype=torch.float64)
     everyones[comm.rank] = seconds
+    everyones = everyones.to(_reachable(comm))
     comm.all_reduce(everyones)
     return float(everyones.max())
+
+
+def _reachable(comm: Communicator) -> torch.device:
+    """Where it can reduce: NCCL knows GPUs only."""
+    return comm.home(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def wait_for(device: torch.device) -> None:

@@ -144,7 +144,8 @@ class TrainConfig:
     def as_dict(self) -> dict[str, Any]:
         """Flat: the task's own settings among the others."""
         values = dataclasses.asdict(self)
-        return {**values, **values.pop("task_settings")}
+        own = values.pop("task_settings")
+        return {**values, **own}
 
 
 def preset_names() -> list[str]:

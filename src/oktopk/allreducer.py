@@ -87,6 +87,7 @@ class AllReducer:
         self._untold: list[StepStats] = []
         self._closing: list[Callable[[], None]] = []
         self._skipping = False
+        self._last_warning: str | None = None
         self.step = 0
         self.num_skipped_steps = 0
         self.last_step_skipped = False
@@ -109,10 +110,11 @@ class AllReducer:
         self._watchers.append(watcher)
 
     def plan(self, num_steps: int) -> Plan:
-        """Which of the steps 0..num_steps-1 will be dense and which sparse; logs the warning, if there is one."""
+        """Which of the steps 0..num_steps-1 will be dense and which sparse; logs a warning once, if there is one."""
         plan = self._phases.plan(num_steps)
-        if plan.warning:
+        if plan.warning and plan.warning != self._last_warning:
             logger.warning(plan.warning)
+        self._last_warning = plan.warning
         return plan
 
     def compress_from(self, step: int | None) -> None:

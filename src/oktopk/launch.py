@@ -93,11 +93,16 @@ def join(place: Place, comm: str, device_name: str, timeout_s: float) -> Member:
     return Member(place, make_communicator("torch", timeout_s), device)
 
 
+def check_device(name: str) -> None:
+    """UsageError for `cuda` where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device='cuda': no CUDA device here; use --device cpu")
+
+
 def _device(name: str, place: Place) -> torch.device:
+    check_device(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("device='cuda': no CUDA device here; use --device cpu")
     device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

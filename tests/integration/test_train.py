@@ -27,7 +27,10 @@ from tests.worlds import ROOT
 
 BIN = Path(sys.executable).parent
 AN4 = ROOT.parent / "shared" / "data" / "an4"
-TINY = ["--conv-channels", "2", "--hidden-size", "16", "--num-layers", "2", "--batch-size", "2", "--quiet"]
+TINY = [
+    "--conv-channels", "2", "--hidden-size", "16", "--num-layers", "2", "--batch-size", "2", "--quiet",
+    "--report", "False",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +88,7 @@ def test_140_steps_turn_sparse_at_128_exactly(corpus: Path, tmp_path: Path) -> N
     assert float(rows[-1]["wer"]) > 0
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
     assert {path.name for path in run.iterdir()} == {
-        "config.json", "metrics.jsonl", "epochs.csv", "tensorboard", "logs", "checkpoints",
+        "config.json", "run.json", "metrics.jsonl", "epochs.csv", "ranks.csv", "tensorboard", "logs", "checkpoints",
     }  # fmt: skip
     assert {path.name for path in (run / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
     assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())

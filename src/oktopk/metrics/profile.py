@@ -140,15 +140,23 @@ def read_profile(path: Path) -> tuple[Header, np.ndarray[Any, Any]]:
     """The header and an array of RECORD; half a record at the end, as a killed run leaves it, is left out."""
     raw = path.read_bytes()
     line, newline, rest = raw.partition(b"\n")
-    try:
-        header = Header(**json.loads(line)) if newline else None
-    except (ValueError, TypeError) as error:
-        raise ProfileError(f"{path}: is no profile ({error})") from error
+    header = _read_header(line) if newline else None
     if header is None or header.format != FORMAT:
         raise ProfileError(f"{path}: is no profile of format {FORMAT}; make it again with --profile")
     return header, np.frombuffer(rest, dtype=RECORD, count=len(rest) // RECORD.itemsize)
 
 
+def _read_header(line: bytes) -> Header | None:
+    try:
+        values = json.loads(line)
+        header = Header(**values)
+    except (ValueError, TypeError):
+        return None
+    kinds = {"format": int, "rank": int, "size": int, "host": str, "wall_minus_monotonic_s": float}
+    return header if all(type(values[key]) is kind for key, kind in kinds.items()) else None
+
+
 def profile_files(run_folder: Path) -> list[Path]:
     """By rank."""
-    return sorted((run_folder / "profile").glob("rank_*.bin"), key=lambda path: int(path.stem.removeprefix("rank_")))
+    ranks = {path: path.stem.removeprefix("rank_") for path in (run_folder / "profile").glob("rank_*.bin")}
+    return sorted((path for path, rank in ranks.items() if rank.isdecimal()), key=lambda path: int(ranks[path]))

@@ -82,6 +82,8 @@ class Answer:
 
     def lines(self) -> list[str]:
         """For people."""
+        if not self.dense.step_s:
+            return ["stay dense: one worker exchanges nothing"]
         times = self.speedup
         span = f"{_times(self.dense.step_s / self.best.slow_s)} to {_times(self.dense.step_s / self.best.fast_s)}"
         if self.compresses:
@@ -157,17 +159,21 @@ def table_rows(answer: Answer) -> Iterable[dict[str, str | float]]:
 
 def describe(question: Question) -> str:
     link = question.link
-    speed = f"{8e-6 / link.seconds_per_byte:.4g} Mbit/s" if link.seconds_per_byte else "no link"
+    mbit = 8e-6 / link.seconds_per_byte if link.seconds_per_byte else 0.0
+    speed = f"{mbit / 1e3:.4g} Gbit/s" if mbit >= 1e3 else f"{mbit:.4g} Mbit/s"
+    number = len(question.bucket_sizes)
     return (
-        f"{elements(question.num_elements)} parameters in {len(question.bucket_sizes)} buckets, "
+        f"{elements(question.num_elements)} parameters in {number} bucket{'s' if number > 1 else ''}, "
         f"{question.num_ranks} workers, {speed}, {duration(link.latency_s)} a round"
     )
 
 
 def duration(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{figure(1e6 * seconds)} us"
-    return f"{figure(1e3 * seconds)} ms" if seconds < 1.0 else f"{figure(seconds)} s"
+    """Three digits and the unit that fits them."""
+    for unit, name in ((1e-6, "us"), (1e-3, "ms")):
+        if seconds < 999.5 * unit:
+            return f"{figure(seconds / unit)} {name}"
+    return f"{figure(seconds)} s"
 
 
 def _times(value: float) -> str:

@@ -17,7 +17,7 @@ from oktopk.comm.simulator import SimulatedCommunicator, World
 from oktopk.console import words
 from oktopk.console.tables import Column, figure, table
 from oktopk.console.words import LineParser, UsageError
-from oktopk.launch import COMM_NAMES, DEVICE_NAMES, Member, find_place, join
+from oktopk.launch import COMM_NAMES, DEVICE_NAMES, Member, check_device, find_place, join
 from oktopk.plan.advise import DENSITIES, Answer, Question, advise, describe, duration, table_rows
 from oktopk.plan.asked import Asked, add_options, read_options
 from oktopk.plan.calibrate import Calibration, calibrate, measure_machine
@@ -74,6 +74,7 @@ def _measured(options: argparse.Namespace, asked: Asked, member: Member) -> tupl
 
 
 def _from_figures(options: argparse.Namespace, asked: Asked) -> Answer:
+    check_device(options.device)
     torch.set_num_threads(1)  # as beside other workers
     device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     alone = SimulatedCommunicator(World(1), 0)

@@ -21,7 +21,7 @@ from oktopk.comm.counting import ring_bytes
 from oktopk.comm.simulator import SimulatedCommunicator, World
 from oktopk.kernels.base import Kernels
 from oktopk.plan.gradients import Synthetic
-from oktopk.plan.model import Cost, Link, Machine, dense_hops
+from oktopk.plan.model import Cost, Link, Machine, dense_hops, predict
 from oktopk.registry import make_kernels
 from oktopk.types import Bucket, Slot, SparseVector
 
@@ -34,6 +34,8 @@ _SIZES = (1 << 14, 1 << 18, 1 << 21, 1 << 23)
 _PAIRS = (1000, 30_000)
 _STEPS = 10
 _LARGEST = 8_000_000
+_PROBE_DENSITY = 0.02
+_MOST_CORRECTED = 3.0
 _IN_A_ROW = 2
 """Calls of a kernel: in a reduction nothing is as warm as in a loop."""
 _LEAST_BYTE_S = 1e-13
@@ -49,8 +51,19 @@ class Calibration:
 
 
 def calibrate(comm: Communicator, device: torch.device, n: int, selector: str = "auto") -> Calibration:
-    """Some seconds of measuring; to be called by all ranks alike. `n`: elements of the buckets that matter."""
-    return Calibration(comm.size, measure_link(comm, device, n), measure_machine(comm, device, n, selector))
+    """Some seconds of measuring; to be called by all ranks alike. `n`: elements of the buckets that matter.
+
+    At the end one whole reduction is measured, and everything but bytes is scaled by how it differs from the sum of its
+    parts: ranks that wait for each other while each does something else take longer than any part shows.
+    """
+    link, machine = measure_link(comm, device, n), measure_machine(comm, device, n, selector)
+    if comm.size == 1:
+        return Calibration(1, link, machine)
+    size = max(4000, min(n, _LARGEST) // 2)
+    predicted = predict("oktopk", size, _PROBE_DENSITY, comm.size, link, machine, common=0.5).total_s
+    measured = _reduction(comm, comm, device, size, _PROBE_DENSITY, selector)
+    factor = min(max(measured / predicted, 1.0 / _MOST_CORRECTED), _MOST_CORRECTED)
+    return Calibration(comm.size, link.slower(factor), machine.slower(factor))
 
 
 def measure_link(comm: Communicator, device: torch.device, n: int) -> Link:
@@ -59,18 +72,17 @@ def measure_link(comm: Communicator, device: torch.device, n: int) -> Link:
     home = comm.home(device)
     latency = _round_seconds(comm, home)
     message = _message_seconds(comm, home)
-    rates: list[float] = []
-    before: tuple[int, float] | None = None
+    byte_s = 0.0
+    before = 0, latency
     for size in _SIZES:
         buffers = [torch.zeros(size // (comm.size - 1), dtype=torch.uint8, device=home)] * comm.size
         seconds = _median(comm, lambda buffers=buffers: comm.all_to_all_v(buffers), _REPEATS)
-        if before:
-            rates.append((seconds - before[1]) / (size - before[0]))
+        byte_s = (seconds - before[1]) / (size - before[0])
         before = size, seconds
         if seconds > _LONG_S:
             break
     latency = max(message, latency - (comm.size - 2) * message)
-    byte_s = max(rates[-1], _LEAST_BYTE_S)
+    byte_s = max(byte_s, _LEAST_BYTE_S)
     return Link(latency, message, byte_s, _dense_byte_seconds(comm, device, n, latency, byte_s))
 
 
@@ -89,18 +101,21 @@ def measure_machine(comm: Communicator, device: torch.device, n: int, selector: 
 def _step_cost(comm: Communicator, device: torch.device, n: int, selector: str) -> tuple[Cost, float]:
     """From reductions of a rank that is alone, at two sizes and two densities."""
     low, high = max(1000, n // 4), max(4000, n)
-    small = _alone(comm, device, low, 0.01, selector)
-    large = _alone(comm, device, high, 0.01, selector)
-    many = _alone(comm, device, high, 0.03, selector)
+    alone = SimulatedCommunicator(World(1), 0)
+    small = _reduction(comm, alone, device, low, 0.01, selector)
+    large = _reduction(comm, alone, device, high, 0.01, selector)
+    many = _reduction(comm, alone, device, high, 0.03, selector)
     chosen_s = max(0.0, (many - large) / (0.02 * high))
     element_s = max(0.0, (large - small) / (high - low) - 0.01 * chosen_s)
     return Cost(max(0.0, small - low * (element_s + 0.01 * chosen_s)), element_s), chosen_s
 
 
-def _alone(comm: Communicator, device: torch.device, n: int, density: float, selector: str) -> float:
-    alone = SimulatedCommunicator(World(1), 0)
+def _reduction(
+    comm: Communicator, among: Communicator, device: torch.device, n: int, density: float, selector: str
+) -> float:
+    """Seconds of a reduction by oktopk among some ranks, while all ranks of `comm` do the same."""
     allreducer = AllReducer(
-        "oktopk", comm=alone, density=density, warmup_steps=0, min_sparse_numel=0, selector=selector, trainer=Nobody()
+        "oktopk", comm=among, density=density, warmup_steps=0, min_sparse_numel=0, selector=selector, trainer=Nobody()
     )
     source = Synthetic(n, comm.rank)
     gradients = [source.at(step).to(device) for step in range(2)]
@@ -201,17 +216,28 @@ def _median(comm: Communicator, call: Callable[[], object], repeats: int) -> flo
 
 
 def _average(comm: Communicator, seconds: float) -> float:
-    total = torch.tensor([seconds], dtype=torch.float64)
+    return averages(comm, [seconds])[0]
+
+
+def averages(comm: Communicator, values: Sequence[float]) -> list[float]:
+    """Of all ranks, the same on each."""
+    total = torch.tensor(values, dtype=torch.float64).to(_reachable(comm))
     comm.all_reduce(total)
-    return float(total) / comm.size
+    return [float(value) / comm.size for value in total.cpu()]
 
 
 def slowest(comm: Communicator, seconds: float) -> float:
     """Of all ranks, the same on each."""
     everyones = torch.zeros(comm.size, dtype=torch.float64)
     everyones[comm.rank] = seconds
+    everyones = everyones.to(_reachable(comm))
     comm.all_reduce(everyones)
     return float(everyones.max())
+
+
+def _reachable(comm: Communicator) -> torch.device:
+    """Where it can reduce: NCCL knows GPUs only."""
+    return comm.home(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def wait_for(device: torch.device) -> None:

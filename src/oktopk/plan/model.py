@@ -7,7 +7,7 @@ further message adds, and what each byte adds; a machine by what its kernels cos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oktopk.plan.volume import Round, Volume, union_size, volume
 
@@ -38,6 +38,10 @@ class Link:
         byte_s = 8.0 / bits_per_s
         return Link(latency_s, per_message_s, byte_s, max(byte_s, dense_byte_s))
 
+    def slower(self, factor: float) -> Link:
+        """Of rounds and messages; bytes take as long as before."""
+        return replace(self, latency_s=factor * self.latency_s, per_message_s=factor * self.per_message_s)
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -48,6 +52,9 @@ class Cost:
 
     def of(self, num_calls: float, num_items: float) -> float:
         return self.call_s * num_calls + self.item_s * num_items
+
+    def slower(self, factor: float) -> Cost:
+        return Cost(factor * self.call_s, factor * self.item_s)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ class Machine:
     decode: Cost
     sum: Cost
     """By vector and pair."""
+
+    def slower(self, factor: float) -> Machine:
+        costs = (cost.slower(factor) for cost in (self.encode, self.decode, self.sum))
+        return Machine(self.step.slower(factor), factor * self.chosen_s, *costs)
 
 
 @dataclass(frozen=True)

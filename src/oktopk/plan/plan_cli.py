@@ -15,6 +15,7 @@ from oktopk.console import words
 from oktopk.console.files import check_folder, write_results
 from oktopk.console.tables import Column, Row, figure, table
 from oktopk.console.words import LineParser
+from oktopk.launch import check_device
 from oktopk.plan.advise import REDUCERS, Question, duration
 from oktopk.plan.advise_cli import PER_MESSAGE_S
 from oktopk.plan.asked import add_options, read_options
@@ -30,9 +31,9 @@ _RATES = ("1gbit", "10gbit", "25gbit", "100gbit")
 def main(arguments: Sequence[str]) -> int:
     start = time.monotonic()
     options = _parser().parse_args(list(arguments))
+    question, links = _question(options)
     folder = Path(options.out)
     check_folder(folder)
-    question, links = _question(options)
     rows = scale(question, Grid(options.ranks, links))
     for link, _ in links:
         print(f"\n{link}, {duration(options.latency)} a round: milliseconds of a step (x dense)")
@@ -75,6 +76,7 @@ def _machine(options: argparse.Namespace, n: int) -> tuple[Machine, float, float
     if options.calibration:
         known = read_calibration(Path(options.calibration))
         return known.machine, known.link.per_message_s, known.link.dense_byte_s
+    check_device(options.device)
     torch.set_num_threads(1)
     alone = SimulatedCommunicator(World(1), 0)
     return measure_machine(alone, torch.device(options.device), n), PER_MESSAGE_S, 0.0

@@ -33,7 +33,7 @@ def read_run(folder: Path) -> RunFacts:
     try:
         about = json.loads((folder / "run.json").read_text())
         num_ranks, density = int(about["workers"]), float(about["density"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--run: '{folder}': its run.json cannot be read ({error}); train it again") from error
     buckets: list[dict[str, Any]] = steps[-1]["buckets"]
     sizes = tuple(int(bucket["n"]) for bucket in buckets)
@@ -60,7 +60,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
             steps.append(json.loads(line))
         except ValueError:  # half a line at the end
             continue
-    return [step for step in steps if step.get("buckets")]
+    return [step for step in steps if isinstance(step, dict) and step.get("buckets")]
 
 
 def _common(folder: Path, density: float) -> float | None:
@@ -70,7 +70,10 @@ def _common(folder: Path, density: float) -> float | None:
     if len(ranks) < 2 or not all(files):
         return None
     first = files[0][0].name
-    gradients = [np.load(rank / first, allow_pickle=False) for rank in ranks if (rank / first).is_file()]
+    try:
+        gradients = [np.load(rank / first, allow_pickle=False) for rank in ranks if (rank / first).is_file()]
+    except (OSError, ValueError, EOFError):  # half a file, as a killed run leaves it
+        return None
     if len(gradients) < 2 or len({gradient.size for gradient in gradients}) > 1:
         return None
     n = int(gradients[0].size)

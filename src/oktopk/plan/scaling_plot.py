@@ -29,8 +29,8 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         for reducer, (colour, marker, line) in _STYLES.items():
             points = [row for row in mine if row["reducer"] == reducer]
             if points:
-                ranks, times = [row["ranks"] for row in points], [row["step_ms"] for row in points]
-                axes.plot(ranks, times, color=colour, marker=marker, linestyle=line, markersize=5, label=reducer)
+                places, times = [row["ranks"] for row in points], [row["step_ms"] for row in points]
+                axes.plot(places, times, color=colour, marker=marker, linestyle=line, markersize=5, label=reducer)
         chosen = [row for row in mine if row["chosen"]]
         ringed = {"linestyle": "none", "marker": "o", "markersize": 12, "markerfacecolor": "none"}
         axes.plot(
@@ -40,7 +40,10 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             label="advised",
             **ringed,
         )
+        ranks = sorted({row["ranks"] for row in mine})
         axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [str(number) for number in ranks], fontsize=8)
+        axes.minorticks_off()
         axes.set_yscale("log")
         axes.set_title(link, loc="left")
         axes.set_xlabel("workers")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from oktopk.console.files import machine, write_text
 from oktopk.console.words import UsageError
@@ -19,10 +20,24 @@ def plain(calibration: Calibration) -> dict[str, Any]:
 
 
 def calibration_of(values: Mapping[str, Any]) -> Calibration:
-    parts: dict[str, Any] = values["machine"]
+    """ValueError, KeyError or TypeError for what is none."""
+    parts, link = _figures(values["machine"]), _figures(values["link"])
     costs = {key: Cost(**value) for key, value in parts.items() if key != "chosen_s"}
     whole = Machine(**costs, chosen_s=parts["chosen_s"])
-    return Calibration(values["num_ranks"], Link(**values["link"]), whole)
+    return Calibration(int(values["num_ranks"]), Link(**link), whole)
+
+
+def _figures(values: Any) -> dict[str, Any]:
+    """Finite numbers, at least 0, or such by name."""
+    if not isinstance(values, dict):
+        raise TypeError(f"{values!r} is no set of figures")
+    found = cast("dict[str, Any]", values)
+    for key, value in found.items():
+        if isinstance(value, dict):
+            _figures(value)
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{key}={value!r} is no figure")
+    return found
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

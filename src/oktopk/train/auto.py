@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from oktopk.allreducer import AllReducer
 from oktopk.comm.base import Communicator
 from oktopk.launch import Member
 from oktopk.plan.advise import DENSITIES, REDUCERS, Answer, Question, advise, duration
-from oktopk.plan.calibrate import calibrate
+from oktopk.plan.calibrate import averages, calibrate
 from oktopk.plan.model import Compute
 from oktopk.train.config import ConfigError, TrainConfig
 
@@ -82,14 +80,16 @@ class Auto:
 
     def after_step(self, record: Mapping[str, Any], allreducer: AllReducer, comm: Communicator) -> str | None:
         """To be called between two steps; what was decided anew, in words, where the time for it has come."""
-        if self.question is None or record["skipped"]:
+        if self.question is None:
             return None
-        reducing = sum(sum(bucket["seconds"].values()) for bucket in record["buckets"])
-        seen = {**record["seconds"], "reduce": reducing}
-        (self._dense if record["phase"] == "dense" else self._sparse).append(seen)
-        if record["phase"] == "dense" and record["step"] + 1 == allreducer.settings.warmup_steps:
+        if not record["skipped"]:
+            reducing = sum(sum(bucket["seconds"].values()) for bucket in record["buckets"])
+            seen = {**record["seconds"], "reduce": reducing}
+            (self._dense if record["phase"] == "dense" else self._sparse).append(seen)
+        if self._dense and record["step"] + 1 == allreducer.settings.warmup_steps:
             return self._note(record["step"], self._after_warmup(self.question, allreducer, comm, record["step"] + 1))
-        if record["phase"] == "sparse" and len(self._sparse) == _SPARSE_STEPS and len(self._dense) >= _FEWEST:
+        just_seen = record["phase"] == "sparse" and not record["skipped"] and len(self._sparse) == _SPARSE_STEPS
+        if just_seen and len(self._dense) >= _FEWEST:
             return self._note(record["step"], self._after_sparse_steps(allreducer, comm))
         return None
 
@@ -125,6 +125,4 @@ class Auto:
 def _medians(seen: Sequence[Mapping[str, float]], keys: Sequence[str], comm: Communicator) -> list[float]:
     """Of the later half, averaged over all workers."""
     later = seen[len(seen) // 2 :]
-    mine = torch.tensor([statistics.median(each[key] for each in later) for key in keys], dtype=torch.float64)
-    comm.all_reduce(mine)
-    return [float(value) / comm.size for value in mine]
+    return averages(comm, [statistics.median(each[key] for each in later) for key in keys])

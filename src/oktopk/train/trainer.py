@@ -205,7 +205,12 @@ class Trainer:
         answer = self.auto.after_step(record, self.optimizer.allreducer, self._member.comm)
         if answer:
             self._display.note(f"auto, step {record['step']}: {answer}")
-            log.about(auto=self.auto.as_dict())
+            log.about(auto=self.auto.as_dict(), **self._in_use())
+
+    def _in_use(self) -> dict[str, Any]:
+        plan = self.plan()
+        compressor = self.optimizer.allreducer.compressor if plan.sparse_steps else "dense"
+        return {"compressor": compressor, "dense_steps": len(plan.dense_steps)}
 
     def _make_optimizer(self) -> DistributedOptimizer:
         config = self.config
@@ -265,7 +270,7 @@ class Trainer:
     def _open_log(self) -> RunLog:
         if not self._member.is_first:
             return NullLog()
-        position, plan = self.position, self.plan()
+        position = self.position
         columns = tuple(self._workload.metrics)
         log = FolderLog(self.config.run_folder, self.config.as_dict(), columns, position.step, position.epoch)
         log.about(
@@ -275,9 +280,8 @@ class Trainer:
             workers=self._member.place.size,
             num_steps=self.num_steps,
             steps_per_epoch=self.steps_per_epoch,
-            dense_steps=len(plan.dense_steps),
-            compressor=self.optimizer.allreducer.compressor,
             density=self.density,
+            **self._in_use(),
             auto=self.auto.as_dict() if self.auto else None,
         )
         return log

@@ -459,3 +459,21 @@ def test_who_started_us(environment: dict[str, str], expected: Place, monkeypatc
 )
 def test_the_first_of_slurms_nodes(nodes: str, expected: str) -> None:
     assert first_host(nodes) == expected
+
+
+def test_a_ramp_dense_vectors_and_adamw(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    how = ["--optimizer", "adamw", "--lr", "0.001", "--dense-vectors", "--density-ramp-steps", "4"]
+    steps = ["--warmup-steps", "2", "--max-steps", "8", "--min-sparse-numel", "0", "--density", "0.01"]
+    assert train_here("--data-dir", str(corpus), *how, *steps) == 0
+    ramp = []
+    for step in steps_of(tmp_path / "runs" / "lstman4"):
+        matrices, vectors = step["buckets"]
+        assert vectors["phase"] == "dense"
+        assert matrices["phase"] == ("dense" if step["step"] < 2 else "sparse")
+        assert step["bytes_sent"] == matrices["bytes_sent"] + vectors["bytes_sent"]
+        if step["step"] >= 2:
+            ramp.append(matrices["k"] / matrices["n"])
+    assert ramp[0] > ramp[1] > ramp[2] > ramp[3] == ramp[4] == ramp[5]
+    assert ramp[0] < 0.25
+    assert ramp[3] == pytest.approx(0.01, rel=0.1)

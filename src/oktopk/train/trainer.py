@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from oktopk.distributed_optimizer import DistributedOptimizer
 from oktopk.launch import Member
@@ -24,8 +22,10 @@ from oktopk.phases import Plan
 from oktopk.precheck import NonFiniteGradientError
 from oktopk.train import checkpoint
 from oktopk.train.auto import AUTO, Auto
+from oktopk.train.averaging import averaged_buffers
 from oktopk.train.config import TrainConfig
 from oktopk.train.meter import EpochMeter
+from oktopk.train.optimizers import inner_optimizer
 from oktopk.train.runlog import FolderLog, NullLog, RunLog
 from oktopk.train.schedule import density_ramp, learning_rate
 from oktopk.train.show import Display
@@ -218,7 +218,7 @@ class Trainer:
         if config.density_ramp_steps:
             settings["density"] = density_ramp(self.density, config.warmup_steps, config.density_ramp_steps)
         optimizer = DistributedOptimizer(
-            _inner_optimizer(config, self._model),
+            inner_optimizer(config, self._model),
             self._model.named_parameters(),
             self.auto.reducer if self.auto else config.compressor,
             comm=self._member.comm,
@@ -342,23 +342,3 @@ class Trainer:
         except (RuntimeError, AttributeError) as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise checkpoint.CheckpointError(f"pretrain={str(path)!r}: does not fit this model ({reason})") from error
-
-
-def _inner_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    if config.optimizer == "adamw":
-        betas = (config.momentum, config.adam_beta2)
-        return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=betas, weight_decay=config.weight_decay)
-    return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-
-
-@contextlib.contextmanager
-def averaged_buffers(model: torch.nn.Module, member: Member) -> Generator[None]:
-    """Validate with the mean of all workers' batch-norm statistics; each has its own back afterwards."""
-    floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    own: list[Tensor] = [buffer.clone() for buffer in floating]
-    for buffer in floating:
-        member.comm.all_reduce(buffer)
-        buffer /= member.place.size
-    yield
-    for buffer, before in zip(floating, own, strict=True):
-        buffer.copy_(before)

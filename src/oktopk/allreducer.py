@@ -247,7 +247,7 @@ class AllReducer:
         return _Started(lane, is_dense, k, self._feedback.compensate(bucket, accumulate))
 
     def _phase(self, bucket: Bucket) -> Phase:
-        return self._phases.at(self.step, bucket.numel)
+        return "dense" if bucket.dense else self._phases.at(self.step, bucket.numel)
 
     def _refuse(self, bucket: Bucket, reason: str) -> StepStats:
         """Every rank comes here in the same step."""

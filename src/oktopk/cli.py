@@ -18,6 +18,7 @@ from oktopk.train.data.an4_like import generate
 from oktopk.train.data.errors import DataError
 from oktopk.train.data.manifest import write_manifests
 from oktopk.train.main import run_training
+from oktopk.train.task_settings import TASKS
 
 _OWN_PARSERS: Mapping[str, tuple[str, str]] = {
     "report": ("oktopk.report.cli", "look at runs: one page, and pictures"),
@@ -48,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, given: list[str]) -> int:
-    values = {item.name: getattr(options, item.name) for item in dataclasses.fields(TrainConfig)}
-    overrides = {name: value for name, value in values.items() if value is not None}
+    overrides = {name: value for name in setting_names() if (value := getattr(options, name)) is not None}
     place = find_place()
     if place.starter != "nobody" and options.workers not in (None, place.size):  # that of a preset is no contradiction
         raise ConfigError(f"workers={options.workers}: but {place.starter} started {place.size}; leave --workers out")
@@ -106,18 +106,31 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """An option for every field of TrainConfig, in its groups, hyphens and underscores alike."""
-    types = get_type_hints(TrainConfig)
+    """An option for every setting, in its group, hyphens and underscores alike; the tasks' own behind the others."""
     groups: dict[str, Any] = {}
-    for item in dataclasses.fields(TrainConfig):
-        title: str = item.metadata["group"]
+    for name, (title, kind, about) in setting_names().items():
         groups.setdefault(title, parser.add_argument_group(title) if title not in groups else None)
-        names = dict.fromkeys([f"--{item.name.replace('_', '-')}", f"--{item.name}"])
-        kind = types[item.name]
-        options: dict[str, Any] = {"dest": item.name, "default": None, "metavar": kind.__name__.upper()}
+        flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
+        options: dict[str, Any] = {"dest": name, "default": None, "metavar": kind.__name__.upper()}
         options |= {"type": parse_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
-        help_text = f"{item.metadata['help']} (default: {item.default if item.default != '' else 'none'})"
-        groups[title].add_argument(*names, help=help_text.replace("%", "%%"), **options)
+        groups[title].add_argument(*flags, help=about.replace("%", "%%"), **options)
+
+
+def setting_names() -> dict[str, tuple[str, type, str]]:
+    """Every setting of the trainer and of its tasks, with its group, type and what it means."""
+    found: dict[str, tuple[str, type, str]] = {}
+    types = get_type_hints(TrainConfig)
+    for item in dataclasses.fields(TrainConfig):
+        if item.metadata:
+            about = f"{item.metadata['help']} (default: {item.default if item.default != '' else 'none'})"
+            found[item.name] = item.metadata["group"], types[item.name], about
+    for info in TASKS.values():
+        types = get_type_hints(info.settings)
+        for item in dataclasses.fields(info.settings):
+            tasks = [name for name, each in TASKS.items() if item.name in get_type_hints(each.settings)]
+            about = f"{item.metadata['help']} ({', '.join(tasks)})"
+            found.setdefault(item.name, ("settings of some tasks", types[item.name], about))
+    return found
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class DistributedOptimizer(Optimizer):
         trainer: MetricLists | None = None,
         norm_clip: float | None = None,
         bucket_cap_mb: float = 25.0,
+        dense_vectors: bool = False,
         **settings: Any,
     ) -> None:
         if norm_clip is not None and not norm_clip > 0:
@@ -59,7 +60,7 @@ class DistributedOptimizer(Optimizer):
         self.allreducer = AllReducer(compressor, comm=comm, trainer=trainer, **settings)
         self._owns_comm = isinstance(comm, str)
         _check_same_model(named, self.allreducer.comm)
-        self._packs = make_packs(named, bucket_cap_mb)
+        self._packs = make_packs(named, bucket_cap_mb, dense_vectors)
         self._pack_of = {
             id(p): (pack, slot.name)
             for pack in self._packs

@@ -18,6 +18,7 @@ class Pack:
     slots: tuple[Slot, ...]
     parameters: tuple[Parameter, ...]
     flat: Tensor
+    dense: bool = False
     ready: set[str] = field(default_factory=set[str])
     versions: list[int | None] = field(default_factory=list[int | None])
 
@@ -36,7 +37,7 @@ class Pack:
                     f"{slot.name!r} has a gradient of {parameter.grad.layout}: only dense ones can be reduced"
                 )
             slot.part(self.flat).copy_(parameter.grad.reshape(-1))
-        return Bucket(self.flat, self.slots, frozenset(missing))
+        return Bucket(self.flat, self.slots, frozenset(missing), self.dense)
 
     def hand_back(self, unused: frozenset[str]) -> None:
         """Copy the means out; a parameter that no rank has a gradient for keeps none."""
@@ -55,8 +56,17 @@ class Pack:
                 parameter.grad.copy_(slot.part(self.flat).view_as(parameter))
 
 
-def make_packs(named: list[tuple[str, Parameter]], cap_mb: float) -> list[Pack]:
-    """Last parameters first, as backward produces them; a pack holds one dtype on one device, up to the cap."""
+def make_packs(named: list[tuple[str, Parameter]], cap_mb: float, dense_vectors: bool = False) -> list[Pack]:
+    """Last parameters first, as backward produces them; a pack holds one dtype on one device, up to the cap.
+
+    `dense_vectors`: parameters of one dimension, which are biases and norm layers, go last, in packs that stay dense.
+    """
+    vectors = [(name, p) for name, p in named if dense_vectors and p.dim() <= 1]
+    others = [(name, p) for name, p in named if not (dense_vectors and p.dim() <= 1)]
+    return [*_packs(others, cap_mb, dense=False), *_packs(vectors, cap_mb, dense=True)]
+
+
+def _packs(named: list[tuple[str, Parameter]], cap_mb: float, dense: bool) -> list[Pack]:
     groups: list[list[tuple[str, Parameter]]] = []
     room = 0.0
     for name, parameter in reversed(named):
@@ -72,6 +82,7 @@ def make_packs(named: list[tuple[str, Parameter]], cap_mb: float) -> list[Pack]:
             slots=Bucket.layout([(name, p.numel()) for name, p in group]),
             parameters=tuple(p for _, p in group),
             flat=torch.zeros(sum(p.numel() for _, p in group), dtype=group[0][1].dtype, device=group[0][1].device),
+            dense=dense,
         )
         for group in groups
     ]

@@ -150,6 +150,8 @@ class Bucket:
     gradient: Tensor
     slots: tuple[Slot, ...]
     missing: frozenset[str] = frozenset()
+    dense: bool = False
+    """Never compressed, whatever its size."""
 
     @property
     def numel(self) -> int:

@@ -17,7 +17,6 @@ import torch
 
 from oktopk.bench import netns
 from oktopk.bench.options import OURS
-from oktopk.bench.vgg import Vgg16
 from oktopk.cli import main
 from oktopk.comm import bench_peers
 from oktopk.console.words import bits_per_s, size
@@ -216,12 +215,6 @@ def test_words() -> None:
     assert [size(text) for text in ("20000", "20k", "27.6M")] == [20000, 20000, 27_600_000]
     assert [bits_per_s(text) for text in ("100mbit", "2.5gbit")] == [10**8, 2_500_000_000]
     assert [netns.burst_bytes(text) for text in ("100mbit", "10gbit")] == [262144, 5_000_000]
-
-
-def test_vgg16_has_its_size() -> None:
-    model = Vgg16()
-    assert sum(parameter.numel() for parameter in model.parameters()) == 14_724_042
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("n", [10_000, 10_007])

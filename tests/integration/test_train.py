@@ -336,7 +336,7 @@ def test_workers_that_contradict_the_launcher_name_both_numbers(
 
 def test_unknown_presets_and_damaged_toml_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "nothing"]) == 2
-    assert "preset='nothing': no such preset or TOML file; presets: demo, lstm_debug" in capsys.readouterr().err
+    assert "preset='nothing': no such preset or TOML file; presets: alexnet, bert-base," in capsys.readouterr().err
     (tmp_path / "x.toml").write_text("a = = 1")
     assert main(["train", str(tmp_path / "x.toml")]) == 2
     assert "is not valid TOML" in capsys.readouterr().err
@@ -459,3 +459,21 @@ def test_who_started_us(environment: dict[str, str], expected: Place, monkeypatc
 )
 def test_the_first_of_slurms_nodes(nodes: str, expected: str) -> None:
     assert first_host(nodes) == expected
+
+
+def test_a_ramp_dense_vectors_and_adamw(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    how = ["--optimizer", "adamw", "--lr", "0.001", "--dense-vectors", "--density-ramp-steps", "4"]
+    steps = ["--warmup-steps", "2", "--max-steps", "8", "--min-sparse-numel", "0", "--density", "0.01"]
+    assert train_here("--data-dir", str(corpus), *how, *steps) == 0
+    ramp = []
+    for step in steps_of(tmp_path / "runs" / "lstman4"):
+        matrices, vectors = step["buckets"]
+        assert vectors["phase"] == "dense"
+        assert matrices["phase"] == ("dense" if step["step"] < 2 else "sparse")
+        assert step["bytes_sent"] == matrices["bytes_sent"] + vectors["bytes_sent"]
+        if step["step"] >= 2:
+            ramp.append(matrices["k"] / matrices["n"])
+    assert ramp[0] > ramp[1] > ramp[2] > ramp[3] == ramp[4] == ramp[5]
+    assert ramp[0] < 0.25
+    assert ramp[3] == pytest.approx(0.01, rel=0.1)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from oktopk.bench.vgg import Vgg16
 from oktopk.train.models.deepspeech import DeepSpeech, DeepSpeechConfig
+from oktopk.train.models.vgg import Vgg
 
 _AUDIO_S, _TINY_AUDIO_S = 2.5, 0.5
 _FRAMES_PER_S = 100
@@ -59,4 +59,4 @@ def _vgg16(generator: torch.Generator, device: torch.device, tiny: bool) -> Benc
     def loss(model: nn.Module) -> Tensor:
         return nn.functional.cross_entropy(model(images), classes)
 
-    return BenchTask(Vgg16(shrink=16 if tiny else 1).to(device), loss, batch)
+    return BenchTask(Vgg(16, channels=4 if tiny else 64).to(device), loss, batch)

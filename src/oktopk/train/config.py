@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from oktopk.console.words import UsageError
 from oktopk.launch import COMM_NAMES, DEVICE_NAMES
 from oktopk.registry import canonical_name
 from oktopk.settings import Settings
+from oktopk.train.task_settings import TASKS
 
 PRESETS = Path(__file__).parent.parent / "configs"
 
@@ -43,22 +45,22 @@ class TrainConfig:
     record_gradients: int = _setting(0, "run", "steps whose gradients are saved, from the first sparse one on")
 
     task: str = _setting("lstman4", "task", "what to train")
-    data_dir: str = _setting("", "task", "the task's data; empty: the embedded corpus, generated into the run folder")
-    batch_size: int = _setting(8, "task", "utterances for each worker and step")
-    conv_channels: int = _setting(32, "task", "channels of the two convolutions")
-    hidden_size: int = _setting(800, "task", "width of the LSTM layers")
-    num_layers: int = _setting(5, "task", "LSTM layers")
-    augment: bool = _setting(False, "task", "vary loudness, position and noise of training audio")
-    on_bad_audio: str = _setting("fail", "task", "unreadable audio: `fail`, or `skip` and count")
-    corpus_train: int = _setting(480, "task", "training utterances of the embedded corpus")
-    corpus_test: int = _setting(64, "task", "held-out utterances of the embedded corpus")
+    data_dir: str = _setting("", "task", "the task's data; empty: embedded data, generated into the run folder")
+    batch_size: int = _setting(8, "task", "samples for each worker and step")
+    task_settings: Any = field(default=None)
+    """The chosen task's own settings, of the type that `TASKS` names."""
 
     epochs: int = _setting(10, "optimisation", "passes over the training data")
     max_steps: int = _setting(0, "optimisation", "stop after this many steps; 0: after the epochs")
     lr: float = _setting(0.01, "optimisation", "learning rate")
-    lr_decay: float = _setting(1.01, "optimisation", "the learning rate is divided by this after each epoch")
-    momentum: float = _setting(0.9, "optimisation", "SGD momentum")
-    weight_decay: float = _setting(1e-4, "optimisation", "SGD weight decay")
+    lr_schedule: str = _setting("divide", "optimisation", "divide (by lr_decay), steps (x0.1 at milestones), linear")
+    lr_decay: float = _setting(1.01, "optimisation", "divide: the learning rate is divided by this after each epoch")
+    lr_milestones: str = _setting("", "optimisation", "steps: epochs at which it becomes a tenth, such as 81,122,155")
+    lr_warmup_epochs: float = _setting(0.0, "optimisation", "epochs in which it grows from zero")
+    optimizer: str = _setting("sgd", "optimisation", "sgd or adamw")
+    momentum: float = _setting(0.9, "optimisation", "SGD momentum, or AdamW's first beta")
+    adam_beta2: float = _setting(0.999, "optimisation", "AdamW's second beta")
+    weight_decay: float = _setting(1e-4, "optimisation", "weight decay")
     norm_clip: float = _setting(400.0, "optimisation", "norm the local gradient is clipped to; 0: not at all")
     nsteps_update: int = _setting(1, "optimisation", "batches accumulated for one step")
     validate_every: int = _setting(1, "optimisation", "epochs between validations; the last epoch always has one")
@@ -68,6 +70,8 @@ class TrainConfig:
     )
     density: float = _setting(0.02, "compression", "part of the gradient to send, in (0, 1]")
     warmup_steps: int = _setting(128, "compression", "dense steps before the first sparse one")
+    density_ramp_steps: int = _setting(0, "compression", "sparse steps in which the density falls from 0.25")
+    dense_vectors: bool = _setting(False, "compression", "biases and norm layers stay dense, in buckets of their own")
     min_sparse_numel: int = _setting(1024, "compression", "smaller buckets stay dense")
     tau: int = _setting(64, "compression", "steps between two agreements on regions")
     tau_prime: int = _setting(32, "compression", "steps between two exact thresholds, where they are reused")
@@ -92,9 +96,9 @@ class TrainConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         least: dict[str, float] = {
-            "batch_size": 1, "conv_channels": 1, "hidden_size": 1, "num_layers": 1, "epochs": 1, "nsteps_update": 1,
-            "workers": 1, "validate_every": 1, "corpus_train": 1, "corpus_test": 1, "max_steps": 0,
-            "checkpoint_every": 0, "record_gradients": 0, "momentum": 0.0, "weight_decay": 0.0, "norm_clip": 0.0,
+            "batch_size": 1, "epochs": 1, "nsteps_update": 1, "workers": 1, "validate_every": 1, "max_steps": 0,
+            "checkpoint_every": 0, "record_gradients": 0, "lr_warmup_epochs": 0.0,
+            "density_ramp_steps": 0, "momentum": 0.0, "weight_decay": 0.0, "norm_clip": 0.0,
         }  # fmt: skip
         for key, bound in least.items():
             value = getattr(self, key)
@@ -104,12 +108,27 @@ class TrainConfig:
             value = getattr(self, key)
             if not 0.0 < value < math.inf:
                 raise ConfigError(f"{key}={value!r}: must be a positive number")
-        choices = {"comm": COMM_NAMES, "device": DEVICE_NAMES, "on_bad_audio": ("fail", "skip")}
+        choices = {
+            "comm": COMM_NAMES, "device": DEVICE_NAMES, "optimizer": ("sgd", "adamw"),
+            "lr_schedule": ("divide", "steps", "linear"), "task": tuple(TASKS),
+        }  # fmt: skip
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key}={getattr(self, key)!r}: must be one of {', '.join(allowed)}")
+        for key in ("momentum", "adam_beta2"):
+            if not getattr(self, key) < 1.0:
+                raise ConfigError(f"{key}={getattr(self, key)!r}: must be below 1")
+        if not re.fullmatch(r"(\d+(,\d+)*)?", self.lr_milestones):
+            raise ConfigError(f"lr_milestones={self.lr_milestones!r}: must be epochs with commas, such as 81,122,155")
+        if self.task_settings is None:
+            object.__setattr__(self, "task_settings", TASKS[self.task].settings())
+        _check_task_settings(self.task_settings)
         if not self.name or Path(self.name).name != self.name or self.name in (".", ".."):
             raise ConfigError(f"name={self.name!r}: must be a plain folder name; use out_dir to put it elsewhere")
+
+    @property
+    def milestones(self) -> list[int]:
+        return sorted(int(word) for word in self.lr_milestones.split(",") if word)
 
     @property
     def run_folder(self) -> Path:
@@ -123,7 +142,10 @@ class TrainConfig:
         return settings
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Flat: the task's own settings among the others."""
+        values = dataclasses.asdict(self)
+        own = values.pop("task_settings")
+        return {**values, **own}
 
 
 def preset_names() -> list[str]:
@@ -143,19 +165,37 @@ def load_config(preset: str, overrides: Mapping[str, Any]) -> TrainConfig:
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:
-    """From plain values; ConfigError for an unknown key or a value of the wrong type."""
-    types = get_type_hints(TrainConfig)
-    checked: dict[str, Any] = {}
+    """From plain values, the task's own among them; ConfigError for an unknown key or a value of the wrong type."""
+    task = values.get("task", TrainConfig.task)
+    if task not in TASKS:
+        raise ConfigError(f"task={task!r}: unknown; known: {', '.join(TASKS)}")
+    general, own = get_type_hints(TrainConfig), get_type_hints(TASKS[task].settings)
+    del general["task_settings"]
     for key, value in values.items():
-        if key not in types:
-            raise ConfigError(f"unknown setting {key}={value!r}; `oktopk train --help` lists the known ones")
-        expected = types[key]
-        if expected is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not expected:
-            raise ConfigError(f"{key}={value!r}: must be of type {expected.__name__}, is {type(value).__name__}")
-        checked[key] = value
-    return TrainConfig(**checked)
+        if key not in general and key not in own:
+            owners = [name for name, info in TASKS.items() if key in get_type_hints(info.settings)]
+            where = f"it belongs to {', '.join(owners)}, not to {task}" if owners else "`oktopk train --help` lists all"
+            raise ConfigError(f"unknown setting {key}={value!r}; {where}")
+    checked = {key: _of_type(key, value, (general | own)[key]) for key, value in values.items()}
+    mine = TASKS[task].settings(**{key: value for key, value in checked.items() if key in own})
+    return TrainConfig(**{key: value for key, value in checked.items() if key in general}, task_settings=mine)
+
+
+def _of_type(key: str, value: Any, expected: type) -> Any:
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not expected:
+        raise ConfigError(f"{key}={value!r}: must be of type {expected.__name__}, is {type(value).__name__}")
+    return value
+
+
+def _check_task_settings(settings: Any) -> None:
+    for item in dataclasses.fields(settings):
+        value, least, choices = getattr(settings, item.name), item.metadata["least"], item.metadata["choices"]
+        if least is not None and not least <= value < math.inf:
+            raise ConfigError(f"{item.name}={value!r}: must be at least {least:g}")
+        if choices and value not in choices:
+            raise ConfigError(f"{item.name}={value!r}: must be one of {', '.join(choices)}")
 
 
 def parse_bool(text: str) -> bool:

@@ -11,20 +11,21 @@ from oktopk.launch import find_place
 from oktopk.train.config import ConfigError, load_config, parse_bool
 from oktopk.train.data.errors import DataError
 from oktopk.train.main import run_training
+from oktopk.train.task_settings import TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = [_with_hyphens(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     options = _parser().parse_args(given)
     try:
-        return run_training(load_config("lstman4", _settings(options)), ["-m", "oktopk.train.legacy", *given])
+        return run_training(load_config(options.dnn, _settings(options)), ["-m", "oktopk.train.legacy", *given])
     except (ConfigError, DataError) as error:
         print(f"main_trainer.py: {error}", file=sys.stderr)
         return 2
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    tasks = {"lstman4": "an4"}
+    tasks = {name: info.dataset for name, info in TASKS.items()}
     if options.dnn not in tasks:
         raise ConfigError(f"dnn={options.dnn!r}: unknown; known: {', '.join(tasks)}")
     if options.dataset != tasks[options.dnn]:

@@ -15,11 +15,12 @@ from oktopk.console.files import write_text
 from oktopk.types import StepStats
 
 logger = logging.getLogger("oktopk")
-EPOCH_COLUMNS = (
-    "epoch", "step", "time_s", "steps", "loss", "val_loss", "wer", "cer", "lr", "sparsity", "compression_ratio",
-    "communication_size", "bytes_sent", "io_s", "forward_s", "backward_s", "communication_s", "wait_s",
-    "samples_per_s", "memory_mb",
+_EPOCH = ("epoch", "step", "time_s", "steps", "loss", "val_loss")
+_COSTS = (
+    "lr", "sparsity", "compression_ratio", "communication_size", "bytes_sent", "io_s", "forward_s", "backward_s",
+    "communication_s", "wait_s", "samples_per_s", "memory_mb",
 )  # fmt: skip
+"""Columns of epochs.csv, before and behind those of the task's metrics."""
 TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
 LOOP_STAGES = ("io", "forward", "backward", "wait")
 REDUCTION_STAGES = ("compensate", "select", "encode", "exchange", "combine", "apply")
@@ -64,15 +65,19 @@ class FolderLog:
     On resume, later entries are cut off.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], first_step: int, first_epoch: int) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], metrics: Sequence[str], first_step: int, first_epoch: int
+    ) -> None:
         write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
         self._run_path = folder / "run.json"
         self._about: dict[str, Any] = {"format": 1, "status": "running", "reason": None}
-        metrics = folder / "metrics.jsonl"
-        _cut_off_steps(metrics, first_step)
-        self._epochs = _Table(folder / "epochs.csv", EPOCH_COLUMNS, first_epoch)
+        every_step = folder / "metrics.jsonl"
+        _cut_off_steps(every_step, first_step)
+        self._judged = ("loss", "val_loss", *metrics, "sparsity")
+        self._columns = (*_EPOCH, *metrics, *_COSTS)
+        self._epochs = _Table(folder / "epochs.csv", self._columns, first_epoch)
         self._ranks = _Table(folder / "ranks.csv", RANK_COLUMNS, first_epoch)
-        self._metrics = metrics.open("a")
+        self._metrics = every_step.open("a")
         self._last_flush = time.monotonic()
         self._events = _event_writer(folder / "tensorboard", first_step)
 
@@ -86,12 +91,12 @@ class FolderLog:
                 self._events.add_scalar(f"step/{key}", record[key], record["step"])
 
     def epoch(self, record: Mapping[str, Any], by_rank: Sequence[Sequence[float]]) -> None:
-        self._epochs.add(record.get(key) for key in EPOCH_COLUMNS)
+        self._epochs.add(record.get(key) for key in self._columns)
         for rank, figures in enumerate(by_rank):
             counts, seconds = figures[: 1 + len(TRAFFIC)], figures[1 + len(TRAFFIC) :]
             self._ranks.add([record["epoch"], rank, *(int(count) for count in counts), *seconds])
         self._metrics.flush()
-        for key in ("loss", "val_loss", "wer", "cer", "sparsity"):
+        for key in self._judged:
             if record.get(key) is not None:
                 self._events.add_scalar(f"epoch/{key}", record[key], record["epoch"])
         self._events.flush()

@@ -23,7 +23,7 @@ class Display(Protocol):
     def plan(self, trainer: Trainer) -> None: ...
     def note(self, text: str) -> None: ...
     def epoch(self, epoch: int, num_steps: int) -> contextlib.AbstractContextManager[StepSink]: ...
-    def epoch_done(self, record: Mapping[str, Any]) -> None: ...
+    def epoch_done(self, record: Mapping[str, Any], metrics: Mapping[str, str]) -> None: ...
     def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None: ...
 
 
@@ -41,8 +41,8 @@ class Silent:
         del epoch, num_steps
         yield lambda _: None
 
-    def epoch_done(self, record: Mapping[str, Any]) -> None:
-        del record
+    def epoch_done(self, record: Mapping[str, Any], metrics: Mapping[str, str]) -> None:
+        del record, metrics
 
     def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         del trainer, record
@@ -100,18 +100,18 @@ class Terminal:
 
             yield advance
 
-    def epoch_done(self, record: Mapping[str, Any]) -> None:
+    def epoch_done(self, record: Mapping[str, Any], metrics: Mapping[str, str]) -> None:
+        judged = "".join(f"{name} {_figure(record.get(key))}, " for key, name in metrics.items())
         self._console.print(
             f"epoch {record['epoch']}: loss {_figure(record['loss'])}, held-out {_figure(record.get('val_loss'))}, "
-            f"WER {_figure(record.get('wer'))}, CER {_figure(record.get('cer'))}, "
-            f"sparsity {_figure(record['sparsity'])}, ratio {_figure(record['compression_ratio'], '.1f')}, "
+            f"{judged}sparsity {_figure(record['sparsity'])}, ratio {_figure(record['compression_ratio'], '.1f')}, "
             f"sent {_bytes(record['bytes_sent'])}, {record['samples_per_s']:.0f} samples/s"
         )
 
     def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         folder = trainer.config.run_folder
         table = Table(title=f"{trainer.config.name}: {trainer.position.step} steps", show_header=False)
-        for row in summary_rows(folder, trainer.optimizer.allreducer.comm.size, record):
+        for row in summary_rows(folder, trainer.optimizer.allreducer.comm.size, record, trainer.metrics):
             table.add_row(*row)
         self._console.print(table)
         for what in (
@@ -127,7 +127,9 @@ class Terminal:
                 self._console.print(f"  {folder / what}")
 
 
-def summary_rows(folder: Path, size: int, record: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(
+    folder: Path, size: int, record: Mapping[str, Any], metrics: Mapping[str, str]
+) -> list[tuple[str, str]]:
     """From what was logged: final figures, bytes against dense, seconds by stage in each phase."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with (folder / "epochs.csv").open(newline="") as file:
@@ -136,8 +138,7 @@ def summary_rows(folder: Path, size: int, record: Mapping[str, Any]) -> list[tup
     rows = [
         ("training loss, first and last epoch", f"{started} → {_figure(record.get('loss'))}"),
         ("held-out loss", _figure(record.get("val_loss"))),
-        ("WER", _figure(record.get("wer"))),
-        ("CER", _figure(record.get("cer"))),
+        *((name, _figure(record.get(key))) for key, name in metrics.items()),
     ]
     for phase in ("dense", "sparse"):
         mine = [step for step in steps if step["phase"] == phase and not step["skipped"]]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from oktopk.distributed_optimizer import DistributedOptimizer
 from oktopk.launch import Member
@@ -24,9 +22,12 @@ from oktopk.phases import Plan
 from oktopk.precheck import NonFiniteGradientError
 from oktopk.train import checkpoint
 from oktopk.train.auto import AUTO, Auto
+from oktopk.train.averaging import averaged_buffers
 from oktopk.train.config import TrainConfig
 from oktopk.train.meter import EpochMeter
+from oktopk.train.optimizers import inner_optimizer
 from oktopk.train.runlog import FolderLog, NullLog, RunLog
+from oktopk.train.schedule import density_ramp, learning_rate
 from oktopk.train.show import Display
 from oktopk.train.tasks.base import Workload
 from oktopk.types import StepStats
@@ -77,6 +78,11 @@ class Trainer:
         profiler.step = lambda: self.position.step
 
     @property
+    def metrics(self) -> Mapping[str, str]:
+        """What is validated beside the loss, by the names that people know."""
+        return self._workload.metrics
+
+    @property
     def density(self) -> float:
         return self.auto.density if self.auto else self.config.density
 
@@ -90,7 +96,7 @@ class Trainer:
     @property
     def samples_per_step(self) -> int:
         """Over all workers."""
-        return self._workload.batch_size * self.config.nsteps_update * self._member.place.size
+        return self.config.batch_size * self.config.nsteps_update * self._member.place.size
 
     def elapsed_s(self) -> float:
         """Since training began, resumed parts added up."""
@@ -123,11 +129,11 @@ class Trainer:
 
     def _epoch(self, log: RunLog) -> dict[str, Any]:
         position, meter = self.position, EpochMeter(self, self._profiler)
-        self._set_learning_rate()
         last = min(self.steps_per_epoch, position.step_in_epoch + self.num_steps - position.step)
         batches = self._workload.batches(position.epoch, position.step_in_epoch * self.config.nsteps_update)
         with self._display.epoch(position.epoch, last - position.step_in_epoch) as progress:
             for _ in range(position.step_in_epoch, last):
+                self._set_learning_rate()
                 record = self._step(batches, meter)
                 log.step(record)
                 self._look_again(record, log)
@@ -144,7 +150,7 @@ class Trainer:
                 )
         self._say_remarks()
         log.epoch(record, self._of_all_workers(meter.of_this_worker()))
-        self._display.epoch_done(record)
+        self._display.epoch_done(record, self._workload.metrics)
         if finished:
             position.epoch, position.step_in_epoch = position.epoch + 1, 0
         if done or (self.config.checkpoint_every and position.epoch % self.config.checkpoint_every == 0):
@@ -189,8 +195,9 @@ class Trainer:
     def _decide(self) -> Auto:
         if self.config.resume:
             return Auto.of_run(self.config.run_folder)
-        packs = make_packs(list(self._model.named_parameters()), self.config.bucket_cap_mb)
-        return Auto.decide(self.config, self._member, [pack.flat.numel() for pack in packs])
+        named = list(self._model.named_parameters())
+        packs = make_packs(named, self.config.bucket_cap_mb, self.config.dense_vectors)
+        return Auto.decide(self.config, self._member, [pack.flat.numel() for pack in packs if not pack.dense])
 
     def _look_again(self, record: dict[str, Any], log: RunLog) -> None:
         if self.auto is None:
@@ -207,18 +214,19 @@ class Trainer:
 
     def _make_optimizer(self) -> DistributedOptimizer:
         config = self.config
-        sgd = torch.optim.SGD(
-            self._model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
+        settings: dict[str, Any] = {**config.allreducer_settings(), "density": self.density}
+        if config.density_ramp_steps:
+            settings["density"] = density_ramp(self.density, config.warmup_steps, config.density_ramp_steps)
         optimizer = DistributedOptimizer(
-            sgd,
+            inner_optimizer(config, self._model),
             self._model.named_parameters(),
             self.auto.reducer if self.auto else config.compressor,
             comm=self._member.comm,
             trainer=self,
             norm_clip=config.norm_clip or None,
             bucket_cap_mb=config.bucket_cap_mb,
-            **{**config.allreducer_settings(), "density": self.density},
+            dense_vectors=config.dense_vectors,
+            **settings,
         )
         if self.auto and not self.auto.compresses:
             optimizer.allreducer.compress_from(None)
@@ -226,8 +234,11 @@ class Trainer:
         return optimizer
 
     def _set_learning_rate(self) -> None:
+        position = self.position
+        num_epochs = self.num_steps / self.steps_per_epoch
+        rate = learning_rate(self.config, position.epoch, position.step_in_epoch / self.steps_per_epoch, num_epochs)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr / self.config.lr_decay**self.position.epoch
+            group["lr"] = rate
 
     def _mean_over_workers(self, losses: list[float]) -> float | None:
         sums = torch.tensor([sum(losses), float(len(losses))], dtype=torch.float64, device=self._member.device)
@@ -260,7 +271,8 @@ class Trainer:
         if not self._member.is_first:
             return NullLog()
         position = self.position
-        log = FolderLog(self.config.run_folder, self.config.as_dict(), position.step, position.epoch)
+        columns = tuple(self._workload.metrics)
+        log = FolderLog(self.config.run_folder, self.config.as_dict(), columns, position.step, position.epoch)
         log.about(
             started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             task=self.config.task,
@@ -288,6 +300,7 @@ class Trainer:
             "allreducer": state.pop("oktopk"),
             "buffers": {name: buffer.clone() for name, buffer in self._model.named_buffers()},
             "rng": torch.get_rng_state(),
+            "workload": self._workload.state(),
         }
         shared = {
             "fingerprint": self.fingerprint,
@@ -311,6 +324,7 @@ class Trainer:
             buffer.copy_(saved.own["buffers"][name])
         self.optimizer.load_state_dict({**saved.shared["optimizer"], "oktopk": saved.own["allreducer"]})
         torch.set_rng_state(saved.own["rng"])
+        self._workload.load_state(saved.own.get("workload", {}))
         shared = saved.shared
         self.position = Position(
             shared["step"], shared["epoch"], shared["step_in_epoch"], float(shared.get("time_s", 0.0))
@@ -328,16 +342,3 @@ class Trainer:
         except (RuntimeError, AttributeError) as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise checkpoint.CheckpointError(f"pretrain={str(path)!r}: does not fit this model ({reason})") from error
-
-
-@contextlib.contextmanager
-def averaged_buffers(model: torch.nn.Module, member: Member) -> Generator[None]:
-    """Validate with the mean of all workers' batch-norm statistics; each has its own back afterwards."""
-    floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    own: list[Tensor] = [buffer.clone() for buffer in floating]
-    for buffer in floating:
-        member.comm.all_reduce(buffer)
-        buffer /= member.place.size
-    yield
-    for buffer, before in zip(floating, own, strict=True):
-        buffer.copy_(before)

@@ -1,4 +1,4 @@
-"""Which utterances a rank reads, and when."""
+"""Which samples a rank reads, and when."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 _JITTER = 0.05
 
@@ -21,10 +22,7 @@ class BucketedBatches:
     """
 
     def __init__(self, *, durations: Sequence[float], batch_size: int, rank: int, size: int, seed: int) -> None:
-        _check_rank(rank, size)
-        for key, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if value < least:
-                raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
+        _check(batch_size, rank, size, seed)
         if not durations:
             raise ValueError("durations is empty: there must be at least one utterance")
         for index, duration in enumerate(durations):
@@ -43,24 +41,69 @@ class BucketedBatches:
 
     def batches(self, epoch: int) -> list[list[int]]:
         """This rank's batches of indices into durations; over all ranks each index appears at least once."""
-        if epoch < 0:
-            raise ValueError(f"epoch={epoch!r}: must be a whole number, at least 0")
-        generator = np.random.default_rng((self._seed, epoch))
-        n = len(self._durations)
-        repeats, left = divmod(self.num_batches * self._batch_size * self._size, n)
-        filled = np.concatenate([np.tile(np.arange(n), repeats), generator.permutation(n)[:left]])
+        generator = _generator(self._seed, epoch)
+        filled = _fill_up(len(self._durations), self.num_batches * self._batch_size * self._size, generator)
         filled = generator.permutation(filled)  # equal durations: in random order
         keys = self._durations[filled] * generator.uniform(1 - _JITTER, 1 + _JITTER, len(filled))
         groups = filled[np.argsort(keys, kind="stable")].reshape(self.num_batches, self._batch_size, self._size)
         return groups[generator.permutation(self.num_batches), :, self._rank].tolist()
 
 
+class ShuffledBatches:
+    """Full batches of samples in random order, the same number of them for every rank.
+
+    An epoch, given by (seed, epoch) alone: random samples are repeated until all ranks' batches are full; all are
+    shuffled, and dealt to the ranks in turn.
+    """
+
+    def __init__(self, *, num_samples: int, batch_size: int, rank: int, size: int, seed: int) -> None:
+        _check(batch_size, rank, size, seed)
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples!r}: there must be at least one sample")
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._rank = rank
+        self._size = size
+        self._seed = seed
+
+    @property
+    def num_batches(self) -> int:
+        """Batches per epoch and rank; the same on all ranks."""
+        return math.ceil(self._num_samples / (self._batch_size * self._size))
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """This rank's batches of indices; over all ranks each appears as often as the others or once more."""
+        generator = _generator(self._seed, epoch)
+        filled = _fill_up(self._num_samples, self.num_batches * self._batch_size * self._size, generator)
+        shuffled = generator.permutation(filled)
+        return shuffled.reshape(self.num_batches, self._batch_size, self._size)[:, :, self._rank].tolist()
+
+
 def shard(n: int, rank: int, size: int) -> range:
-    """This rank's part of n utterances; over all ranks each appears exactly once."""
+    """This rank's part of n samples; over all ranks each appears exactly once."""
     _check_rank(rank, size)
     if n < 0:
         raise ValueError(f"n={n!r}: must be a whole number, at least 0")
     return range(rank, n, size)
+
+
+def _generator(seed: int, epoch: int) -> np.random.Generator:
+    if epoch < 0:
+        raise ValueError(f"epoch={epoch!r}: must be a whole number, at least 0")
+    return np.random.default_rng((seed, epoch))
+
+
+def _fill_up(n: int, total: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """So many indices below n, each as often as the others or once more; which, is random."""
+    repeats, left = divmod(total, n)
+    return np.concatenate([np.tile(np.arange(n), repeats), generator.permutation(n)[:left]])
+
+
+def _check(batch_size: int, rank: int, size: int, seed: int) -> None:
+    _check_rank(rank, size)
+    for key, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+        if value < least:
+            raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
 
 
 def _check_rank(rank: int, size: int) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
 
 from oktopk.launch import Member
 from oktopk.train.config import ConfigError, TrainConfig
+from oktopk.train.task_settings import TASKS
 from oktopk.train.tasks.base import Workload
-from oktopk.train.tasks.speech import build_speech
-
-TASKS: Mapping[str, Callable[[TrainConfig, Member], Workload]] = {"lstman4": build_speech}
 
 
 def build_workload(config: TrainConfig, member: Member) -> Workload:
-    if config.task not in TASKS:
-        raise ConfigError(f"task={config.task!r}: unknown; known: {', '.join(TASKS)}")
-    return TASKS[config.task](config, member)
+    """Imports what the task needs; ConfigError where that is not installed."""
+    try:
+        module = importlib.import_module(TASKS[config.task].module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"task={config.task!r}: needs {error.name!r}, which is not installed; pip install 'oktopk[train]', "
+            "for BERT also 'oktopk[bert]'"
+        ) from error
+    workload: Workload = module.build(config, member)
+    return workload

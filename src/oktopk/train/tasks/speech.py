@@ -21,7 +21,8 @@ from oktopk.train.data.manifest import Utterance, find_utterances
 from oktopk.train.data.sampler import BucketedBatches, shard
 from oktopk.train.decode import BLANK, LABELS, character_errors, encode_text, greedy, word_errors
 from oktopk.train.models.deepspeech import DeepSpeech, DeepSpeechConfig
-from oktopk.train.tasks.base import Workload
+from oktopk.train.task_settings import SpeechSettings
+from oktopk.train.tasks.base import Workload, data_folder
 from oktopk.types import ints
 
 _CACHE_BYTES = 2**30
@@ -40,10 +41,10 @@ class SpeechBatch:
 class Speech:
     """Utterances as spectrograms and labels; what cannot be read or aligned is left out and remembered by name."""
 
-    def __init__(self, utterances: list[Utterance], config: TrainConfig) -> None:
-        self._skip_bad = config.on_bad_audio == "skip"
-        self._augment = config.augment
-        self._seed = config.seed
+    def __init__(self, utterances: list[Utterance], settings: SpeechSettings, seed: int) -> None:
+        self._skip_bad = settings.on_bad_audio == "skip"
+        self._augment = settings.augment
+        self._seed = seed
         self.unreadable: dict[str, str] = {}
         self.unalignable: set[str] = set()
         self._cache: dict[int, Tensor] = {}
@@ -106,9 +107,10 @@ class SpeechTask:
     """The callables of the workload."""
 
     def __init__(self, config: TrainConfig, member: Member) -> None:
-        folder = _data_folder(config, member)
-        self._train = Speech(find_utterances(folder, "train"), config)
-        self._held_out = Speech(find_utterances(folder, "test"), config)
+        settings: SpeechSettings = config.task_settings
+        folder = data_folder(config, member, lambda folder: _generate(folder, settings, config.seed))
+        self._train = Speech(find_utterances(folder, "train"), settings, config.seed)
+        self._held_out = Speech(find_utterances(folder, "test"), settings, config.seed)
         self._device = member.device
         self._comm: Communicator = member.comm
         self._batch_size = config.batch_size
@@ -122,9 +124,9 @@ class SpeechTask:
         torch.manual_seed(config.seed)
         shape = DeepSpeechConfig(
             num_labels=len(LABELS),
-            conv_channels=config.conv_channels,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
+            conv_channels=settings.conv_channels,
+            hidden_size=settings.hidden_size,
+            num_layers=settings.num_layers,
         )
         self.model = DeepSpeech(shape).to(member.device)
 
@@ -219,27 +221,21 @@ class SpeechTask:
         return torch.stack([p.sum() for p in self.model.parameters()]).sum() * 0.0
 
 
-def build_speech(config: TrainConfig, member: Member) -> Workload:
+def build(config: TrainConfig, member: Member) -> Workload:
     task = SpeechTask(config, member)
     return Workload(
         model=task.model,
         num_batches=task.sampler.num_batches,
-        batch_size=config.batch_size,
         batches=task.batches,
         loss=task.loss,
+        metrics={"wer": "WER", "cer": "CER"},
         validate=task.validate,
         remarks=task.remarks,
     )
 
 
-def _data_folder(config: TrainConfig, member: Member) -> Path:
-    if config.data_dir:
-        return Path(config.data_dir)
-    folder = config.run_folder / "data"
-    if member.is_first:
-        generate(folder, num_train=config.corpus_train, num_test=config.corpus_test, seed=config.seed)
-    member.comm.barrier()
-    return folder
+def _generate(folder: Path, settings: SpeechSettings, seed: int) -> None:
+    generate(folder, num_train=settings.corpus_train, num_test=settings.corpus_test, seed=seed)
 
 
 def _repeats(labels: list[int]) -> int:

@@ -15,7 +15,7 @@ bench: $(READY)
 	$(BIN)/oktopk bench quick $(ARGS)
 
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

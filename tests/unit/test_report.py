@@ -274,4 +274,4 @@ def test_without_matplotlib_runs_can_be_loaded_and_a_report_says_what_to_install
     command = [sys.executable, "-c", program, str(tmp_path / "made")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
-    assert done.stderr == "oktopk: a report needs matplotlib, which is not installed: pip install 'oktopk[bench]'\n"
+    assert done.stderr == "oktopk: a report needs matplotlib, which is not installed: pip install 'oktopk[train]'\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.cli import _parser
+from oktopk.cli import _parser, setting_names
 from oktopk.registry import REDUCERS
 from oktopk.train.config import TrainConfig, load_config
 from tests.worlds import ROOT
@@ -47,7 +46,7 @@ def config_of(words: list[str]) -> tuple[str, TrainConfig]:
     start = next(index for index, word in enumerate(words) if Path(word).name == "oktopk")
     assert words[start + 1] == "train"
     options = _parser().parse_args(words[start + 1 :])
-    values = {item.name: getattr(options, item.name) for item in dataclasses.fields(TrainConfig)}
+    values = {name: getattr(options, name) for name in setting_names()}
     assert values["workers"] is None, "srun and mpiexec decide how many there are"
     return options.preset, load_config(options.preset, {k: v for k, v in values.items() if v is not None})
 

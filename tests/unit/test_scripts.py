@@ -84,7 +84,7 @@ def test_print_gives_a_valid_command(script: Path) -> None:
     assert preset == PRESETS[size]
     assert (config.compressor, config.name, config.data_dir) == (compressor, script.stem, "")
     assert config.quiet, "no progress bars in a log"
-    steps_per_epoch = math.ceil(config.corpus_train / (config.batch_size * WORKERS[size]))
+    steps_per_epoch = math.ceil(config.task_settings.corpus_train / (config.batch_size * WORKERS[size]))
     assert 0 < config.warmup_steps < config.epochs * steps_per_epoch, "some steps must be sparse"
     assert "WORKERS" not in script.read_text()
 

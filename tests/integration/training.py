@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Simulated ranks are threads, and torch has one generator for all of them."""
+
 
 class Net(nn.Module):
     def __init__(self, seed: int = 0, width: int = 32) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.hidden = nn.Linear(10, width)
-        self.middle = nn.Linear(width, width)
-        self.out = nn.Linear(width, 3)
+        with _ONE_AT_A_TIME:
+            torch.manual_seed(seed)
+            self.hidden = nn.Linear(10, width)
+            self.middle = nn.Linear(width, width)
+            self.out = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.middle(torch.tanh(self.hidden(x)))))

@@ -75,6 +75,12 @@ def rate(text: str) -> str:
     return text
 
 
+def link_rate(text: str) -> str:
+    """As `rate`, of a real link only."""
+    bits_per_s(text)
+    return text
+
+
 def bits_per_s(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
     value = round(float(found[1]) * _MULTIPLES[found[2]]) if found else 0

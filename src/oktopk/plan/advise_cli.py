@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     densities = f"densities to consider (default {' '.join(map(str, DENSITIES))})"
     add("--density", type=words.density, nargs="+", default=list(DENSITIES), help=densities)
     add("--workers", type=words.count(1), default=1, help="workers to start on this machine and measure")
-    add("--bandwidth", type=_link_rate, help="of each worker's link, such as 1gbit, instead of measuring")
+    add("--bandwidth", type=words.link_rate, help="of each worker's link, such as 1gbit, instead of measuring")
     add("--latency", type=words.seconds, help="of one exchange on it, such as 100us (default 100us)")
     add("--ranks", type=words.count(2), help="with --bandwidth: how many workers")
     add("--comm", type=words.one_of(*COMM_NAMES), default="auto", help="as for oktopk train")
@@ -154,8 +154,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=words.positive, default=300.0, help="how long a worker waits for the others")
     add("--save", help="write what was measured to this file, for oktopk plan")
     return parser
-
-
-def _link_rate(text: str) -> str:
-    words.bits_per_s(text)
-    return text

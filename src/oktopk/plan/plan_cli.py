@@ -118,16 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--density", type=words.density, default=0.01, help="part to send (default %(default)s)")
     add("--reducers", type=words.one_of(*REDUCERS), nargs="+", default=list(REDUCERS), help="which, beside dense")
     add("--ranks", type=words.count(2), nargs="+", default=list(_RANKS), help=f"workers (default {_list(_RANKS)})")
-    add("--rates", type=_rate, nargs="+", default=list(_RATES), help=f"links (default {' '.join(_RATES)})")
+    add("--rates", type=words.link_rate, nargs="+", default=list(_RATES), help=f"links (default {' '.join(_RATES)})")
     add("--latency", type=words.seconds, default=50e-6, help="of one exchange, such as 100us (default 50us)")
     add("--device", type=words.one_of("cpu", "cuda"), default="cpu", help="whose kernels (default %(default)s)")
     add("--out", default="plan", help="folder of plan.json and plan.png (default %(default)s)")
     return parser
-
-
-def _rate(text: str) -> str:
-    words.bits_per_s(text)
-    return text
 
 
 def _list(values: Sequence[int]) -> str:

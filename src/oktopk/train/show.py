@@ -13,6 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from oktopk.console.tables import byte_count
+from oktopk.metrics.trainer_lists import mean_or_none
+
 if TYPE_CHECKING:
     from oktopk.train.trainer import Trainer
 
@@ -67,7 +70,7 @@ class Terminal:
             + (f" from step {plan.sparse_steps.start}" if sparse else "")
         )
         say(
-            f"  gradient to apply in a step: dense {_bytes(4 * n)}, sparse about {_bytes(8 * k)}"
+            f"  gradient to apply in a step: dense {byte_count(4 * n)}, sparse about {byte_count(8 * k)}"
             f" (density {trainer.density:g})"
         )
         if trainer.position.step:
@@ -105,7 +108,7 @@ class Terminal:
         self._console.print(
             f"epoch {record['epoch']}: loss {_figure(record['loss'])}, held-out {_figure(record.get('val_loss'))}, "
             f"{judged}sparsity {_figure(record['sparsity'])}, ratio {_figure(record['compression_ratio'], '.1f')}, "
-            f"sent {_bytes(record['bytes_sent'])}, {record['samples_per_s']:.0f} samples/s"
+            f"sent {byte_count(record['bytes_sent'])}, {record['samples_per_s']:.0f} samples/s"
         )
 
     def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
@@ -155,9 +158,9 @@ def summary_rows(
         }
         exchange = sum(bucket["seconds"].get("exchange", 0.0) for bucket in buckets) / len(mine)
         rows += [
-            (f"  sparsity, {phase}", _figure(_mean([step["sparsity"] for step in mine]))),
-            (f"  compression ratio, {phase}", _figure(_mean([b["compression_ratio"] for b in buckets]), ".1f")),
-            (f"  sent by a worker in a step, {phase}", f"{_bytes(sent / len(mine))}{against}"),
+            (f"  sparsity, {phase}", _figure(mean_or_none([step["sparsity"] for step in mine]))),
+            (f"  compression ratio, {phase}", _figure(mean_or_none([b["compression_ratio"] for b in buckets]), ".1f")),
+            (f"  sent by a worker in a step, {phase}", f"{byte_count(sent / len(mine))}{against}"),
             (
                 f"  a step, {phase}",
                 ", ".join(f"{stage} {value * 1e3:.0f} ms" for stage, value in seconds.items())
@@ -167,17 +170,5 @@ def summary_rows(
     return rows
 
 
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
 def _figure(value: float | None, spec: str = ".4f") -> str:
     return "n/a" if value is None else format(value, spec)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

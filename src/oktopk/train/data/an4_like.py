@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
 from oktopk.train.data.errors import DataError
+from oktopk.train.data.generated import holds
 from oktopk.train.data.manifest import write_manifests
 
 Samples = NDArray[np.float64]
@@ -104,7 +104,7 @@ def generate(folder: Path, *, num_train: int = 480, num_test: int = 64, seed: in
         if value < least:
             raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
     parameters = {"corpus": "an4-like", "format": _FORMAT, "num_train": num_train, "num_test": num_test, "seed": seed}
-    if _holds(folder, parameters):
+    if holds(folder / PARAMETERS_FILE, parameters, "corpus"):
         return
     streams = np.random.default_rng(seed).spawn(2)
     train = sentences(streams[0], num_train)
@@ -247,30 +247,6 @@ def _two_digits(generator: Generator) -> str:
 
 def _pick(generator: Generator, options: Sequence[str]) -> str:
     return options[int(generator.integers(len(options)))]
-
-
-def _holds(folder: Path, parameters: dict[str, Any]) -> bool:
-    """Whether the folder has the whole corpus of these parameters; DataError if it has anything else."""
-    if not folder.exists():
-        return False
-    if not folder.is_dir():
-        raise DataError(f"{folder}: is a file; name a folder for the corpus")
-    marker = folder / PARAMETERS_FILE
-    if marker.is_file():
-        try:
-            found: Any = json.loads(marker.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{marker}: cannot be read ({error}); remove {folder} or name another folder") from error
-        if found == parameters:
-            return True
-        raise DataError(
-            f"{folder}: holds a corpus made with {found}, asked for was {parameters}; remove it or name another folder"
-        )
-    if any(folder.iterdir()):
-        raise DataError(
-            f"{folder}: is not empty and holds no whole corpus; remove what is there or name another folder"
-        )
-    return False
 
 
 def _write_split(folder: Path, texts: Sequence[str], speakers: Sequence[Speaker], generator: Generator) -> None:

@@ -10,7 +10,7 @@ import colorsys
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.random import Generator
@@ -19,6 +19,7 @@ from PIL import Image
 
 from oktopk.train.data import cifar, idx, image_folder
 from oktopk.train.data.errors import DataError
+from oktopk.train.data.generated import holds
 from oktopk.train.data.images import Labels, Pixels, Split
 
 Layout = Literal["cifar10", "mnist", "imagenet"]
@@ -94,7 +95,7 @@ def generate(folder: Path, layout: Layout, *, num_train: int, num_test: int, see
         if value < least:
             raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
     parameters = {"layout": layout, "format": _FORMAT, "num_train": num_train, "num_test": num_test, "seed": seed}
-    if _holds(folder, parameters):
+    if holds(folder / PARAMETERS_FILE, parameters, "data set"):
         return
     train, test = np.random.default_rng(seed).spawn(2)
     try:
@@ -167,28 +168,3 @@ _WRITERS: Mapping[Layout, Callable[[Path, Split, int, Generator], None]] = {
     "mnist": _write_mnist,
     "imagenet": _write_imagenet,
 }
-
-
-def _holds(folder: Path, parameters: dict[str, Any]) -> bool:
-    """Whether the folder has the whole data set of these parameters; DataError if it has anything else."""
-    if not folder.exists():
-        return False
-    if not folder.is_dir():
-        raise DataError(f"{folder}: is a file; name a folder for the data set")
-    marker = folder / PARAMETERS_FILE
-    if marker.is_file():
-        try:
-            found: Any = json.loads(marker.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{marker}: cannot be read ({error}); remove {folder} or name another folder") from error
-        if found == parameters:
-            return True
-        raise DataError(
-            f"{folder}: holds a data set made with {found}, asked for was {parameters}; "
-            "remove it or name another folder"
-        )
-    if any(folder.iterdir()):
-        raise DataError(
-            f"{folder}: is not empty and holds no whole data set; remove what is there or name another folder"
-        )
-    return False

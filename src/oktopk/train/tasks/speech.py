@@ -23,6 +23,7 @@ from oktopk.train.decode import BLANK, LABELS, character_errors, encode_text, gr
 from oktopk.train.models.deepspeech import DeepSpeech, DeepSpeechConfig
 from oktopk.train.task_settings import SpeechSettings
 from oktopk.train.tasks.base import Workload, data_folder
+from oktopk.train.tasks.common import ratio
 from oktopk.types import ints
 
 _CACHE_BYTES = 2**30
@@ -155,9 +156,9 @@ class SpeechTask:
         self._comm.all_reduce(totals)
         loss, count, word_edits, words, character_edits, characters = (float(value) for value in totals.cpu())
         return {
-            "loss": _ratio(loss, count),
-            "wer": _ratio(word_edits, words),
-            "cer": _ratio(character_edits, characters),
+            "loss": ratio(loss, count),
+            "wer": ratio(word_edits, words),
+            "cer": ratio(character_edits, characters),
         }
 
     def remarks(self) -> list[str]:
@@ -240,7 +241,3 @@ def _generate(folder: Path, settings: SpeechSettings, seed: int) -> None:
 
 def _repeats(labels: list[int]) -> int:
     return sum(1 for left, right in pairwise(labels) if left == right)
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 from oktopk.bench import allreduce, netns
@@ -22,6 +23,20 @@ COLUMNS: tuple[Column, ...] = (
 
 def run(options: Options) -> list[Row]:
     """Rows as of `allreduce`, with the link's nominal and measured speed; one that says why, where there are none."""
+
+    def measure(world: BenchWorld, link: str, progress: Progress) -> list[Row]:
+        where = {"bench": "links", **describe(world, options, link, progress)}
+        rows: list[Row] = []
+        for n in options.sizes:
+            progress.part(f"{link}: P = {world.size}, n = {elements(n)}")
+            rows += allreduce.compare(world, options, n, progress, where)
+        return rows
+
+    return over_links("links", options, measure)
+
+
+def over_links(bench: str, options: Options, measure: Callable[[BenchWorld, str, Progress], list[Row]]) -> list[Row]:
+    """What `measure` finds in a world of each size on each link; a row that says why, where there are no more links."""
     progress = Progress()
     rows: list[Row] = []
     for link in options.rates:
@@ -29,12 +44,9 @@ def run(options: Options) -> list[Row]:
             progress.part(f"{link}: starting {size} workers")
             try:
                 with netns.seats(size, link) as seats, BenchWorld(seats, options) as world:
-                    where = describe(world, options, link, progress)
-                    for n in options.sizes:
-                        progress.part(f"{link}: P = {size}, n = {elements(n)}")
-                        rows += allreduce.compare(world, options, n, progress, {"bench": "links", **where})
+                    rows += measure(world, link, progress)
             except netns.LinksUnavailable as error:
-                return [*rows, {"bench": "links", "link": link, "skipped": str(error)}]
+                return [*rows, {"bench": bench, "link": link, "skipped": str(error)}]
     progress.end()
     return rows
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oktopk.bench import allreduce, netns
+from oktopk.bench.links import over_links
 from oktopk.bench.options import Options
 from oktopk.bench.place import Job, Place, Tell
 from oktopk.bench.world import BenchWorld
@@ -27,25 +28,19 @@ _PAUSE_S = 0.03
 def run(options: Options) -> list[Row]:
     """Rows as of `links`, with what was predicted for them."""
     options = replace(options, pause_s=_PAUSE_S)
-    progress = Progress()
-    rows: list[Row] = []
-    for link in options.rates:
-        for size in options.ranks:
-            progress.part(f"{link}: starting {size} workers")
-            try:
-                with netns.seats(size, link) as seats, BenchWorld(seats, options) as world:
-                    for n in options.sizes:
-                        progress.part(f"{link}: P = {size}, n = {elements(n)}")
-                        calibration = calibration_of(
-                            world.run({"what": "model", "n": n, "options": asdict(options)}, progress)[0]
-                        )
-                        where = {"bench": "model", "link": link, "calibration": plain(calibration)}
-                        measured = allreduce.compare(world, options, n, progress, where)
-                        rows += [_with_prediction(row, calibration, link) for row in measured]
-            except netns.LinksUnavailable as error:
-                return [*rows, {"bench": "model", "link": link, "skipped": str(error)}]
-    progress.end()
-    return rows
+
+    def compare(world: BenchWorld, link: str, progress: Progress) -> list[Row]:
+        rows: list[Row] = []
+        for n in options.sizes:
+            progress.part(f"{link}: P = {world.size}, n = {elements(n)}")
+            found = world.run({"what": "model", "n": n, "options": asdict(options)}, progress)[0]
+            calibration = calibration_of(found)
+            where = {"bench": "model", "link": link, "calibration": plain(calibration)}
+            measured = allreduce.compare(world, options, n, progress, where)
+            rows += [_with_prediction(row, calibration, link) for row in measured]
+        return rows
+
+    return over_links("model", options, compare)
 
 
 def _with_prediction(row: Row, calibration: Calibration, rate: str) -> Row:

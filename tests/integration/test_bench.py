@@ -104,6 +104,16 @@ def test_links(tmp_path: Path) -> None:
     assert left_behind(os.getpid()) == []
 
 
+def test_model(tmp_path: Path) -> None:
+    how = ["--ranks", "2", "--sizes", "20k", "--iterations", "2", "--rates", "loopback", "--reducers", "gtopk"]
+    rows = bench(tmp_path, "model", *how, "--densities", "0.01")["rows"]
+    assert [row["contender"] for row in rows] == ["dense-fp32", "oktopk-fp32", "gtopk"]
+    for row in rows:
+        assert row["predicted_ms"] > 0
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["median_ms"] - 1.0)
+        assert row["calibration"]["num_ranks"] == 2
+
+
 @needs_links
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_links_go_away_with_whoever_made_them(tmp_path: Path, end: signal.Signals) -> None:

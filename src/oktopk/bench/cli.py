@@ -13,7 +13,7 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from oktopk.bench import quick
-from oktopk.bench.options import CONTENDERS, OURS, PEERS, TASKS, WIRES, Options
+from oktopk.bench.options import CONTENDERS, OURS, PEERS, PREDICTABLE, TASKS, WIRES, Options
 from oktopk.bench.world import WorkerFailed
 from oktopk.console import words as read
 from oktopk.console.files import check_folder, write_results
@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         _add_densities(each, *densities)
         _add(each, "--iterations", read.count(1), iterations, "timed allreduces of each contender")
         _add(each, "--warmup", read.count(1), Options.warmup, "sparse steps before the first that is timed")
-        _add_peers(each, (*PEERS, *OURS))
+        _add_peers(each, PREDICTABLE if name == "model" else (*PEERS, *OURS))
         reducers = read.one_of(*(name for name in (*REDUCERS, *ALIASES) if name not in ("oktopk", "dense", "none")))
         _add_many(each, "--reducers", reducers, (), "other reducers to measure as well")
     _add_rates(made["links"], "100mbit", "1gbit", "10gbit")

@@ -14,6 +14,8 @@ from oktopk.plan.gradients import DEFAULT_SEED
 PEERS = ("dense-fp32", "dense-bf16", "ddp-fp16", "powersgd")
 WIRES = ("fp32", "bf16")
 OURS = tuple(f"oktopk-{wire}" for wire in WIRES)
+PREDICTABLE = ("dense-fp32", "oktopk-fp32")
+"""Those that the cost model knows, beside other reducers."""
 CONTENDERS = ("no-communication", "ddp-dense", "ddp-fp16", "powersgd", *OURS)
 """Of the benchmark `training`."""
 TASKS = ("lstman4", "vgg16")

@@ -1,4 +1,4 @@
-"""The command line: oktopk train | report | simulate | advise | plan | bench | trace | manifest | data."""
+"""The command line: oktopk train | report | simulate | advise | plan | bench | study | trace | manifest | data."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _OWN_PARSERS: Mapping[str, tuple[str, str]] = {
     "advise": ("oktopk.plan.advise_cli", "whether compression would help you, and which"),
     "plan": ("oktopk.plan.plan_cli", "step times on more workers and other links than one has"),
     "bench": ("oktopk.bench.cli", "measure, beside what others reach"),
+    "study": ("oktopk.study.cli", "train dense and every reducer over several seeds, and compare"),
 }
 """Commands with a `main(arguments) -> int` of their own, loaded when they are wanted."""
 

@@ -169,7 +169,7 @@ class DistributedOptimizer(Optimizer):
         gradients = [p.grad for pack in self._packs for p in pack.parameters if p.grad is not None]
         if not gradients:
             return
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        norm = float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())  # one wait for a GPU
         if limit < norm < math.inf:
             for gradient in gradients:
                 gradient.mul_(limit / norm)

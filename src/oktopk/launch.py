@@ -79,7 +79,7 @@ def find_place() -> Place:
 
 def join(place: Place, comm: str, device_name: str, timeout_s: float) -> Member:
     """Meet the others, over one of COMM_NAMES, on one of DEVICE_NAMES."""
-    device = _device(device_name, place)
+    device = choose_device(device_name, place)
     kind = comm if comm != "auto" else _best_comm(device, place)
     if kind == "nccl" and device.type != "cuda":
         raise UsageError("comm='nccl': needs CUDA devices; use --comm gloo")
@@ -99,7 +99,8 @@ def check_device(name: str) -> None:
         raise UsageError("device='cuda': no CUDA device here; use --device cpu")
 
 
-def _device(name: str, place: Place) -> torch.device:
+def choose_device(name: str, place: Place) -> torch.device:
+    """One of DEVICE_NAMES; workers on one machine share out its GPUs."""
     check_device(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

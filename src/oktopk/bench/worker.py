@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from oktopk.bench import allreduce, model, raw_link, soak, training
+from oktopk.bench import allreduce, model, raw_link, soak, train_run, training
 from oktopk.bench.options import Options
 from oktopk.bench.place import Job, Place, Tell
 from oktopk.comm import bench_peers
@@ -24,6 +24,7 @@ _MEASURES: Mapping[str, Callable[[Place, Options, Job, Tell], Any]] = {
     "model": model.measure,
     "raw_link": raw_link.measure,
     "soak": soak.measure,
+    "train_run": train_run.measure,
     "training": training.measure,
 }
 

@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 from oktopk.bench.options import Options
-from oktopk.console.progress import Progress
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -33,6 +32,12 @@ class Seat:
     prefix: tuple[str, ...] = ()
     interface: str = "lo"
     address: str = "127.0.0.1"
+
+
+class Detailed(Protocol):
+    """Is told how far a job is, such as a `Progress`."""
+
+    def detail(self, text: str) -> None: ...
 
 
 class BenchWorld:
@@ -55,7 +60,7 @@ class BenchWorld:
             self.close()
             raise
 
-    def run(self, job: dict[str, Any], progress: Progress) -> list[Any]:
+    def run(self, job: dict[str, Any], progress: Detailed) -> list[Any]:
         """Results by rank; WorkerFailed (and nobody is left) where one of them failed."""
         for worker in self._workers:
             with suppress(BrokenPipeError):  # one that has died says so through its events

@@ -38,7 +38,7 @@ class TrainConfig:
     seed: int = _setting(1, "run", "seed of everything random")
     resume: bool = _setting(False, "run", "continue from this run's last checkpoint")
     pretrain: str = _setting("", "run", "checkpoint to take the weights from, and nothing else")
-    checkpoint_every: int = _setting(1, "run", "epochs between checkpoints; 0: only at the end")
+    checkpoint_every: int = _setting(1, "run", "epochs between checkpoints; 0: only at the end; -1: none")
     quiet: bool = _setting(False, "run", "no progress bars")
     report: bool = _setting(True, "run", "write report.html at the end")
     profile: bool = _setting(False, "run", "record every communication and stage of every worker")
@@ -97,7 +97,7 @@ class TrainConfig:
             raise ConfigError(str(error)) from error
         least: dict[str, float] = {
             "batch_size": 1, "epochs": 1, "nsteps_update": 1, "workers": 1, "validate_every": 1, "max_steps": 0,
-            "checkpoint_every": 0, "record_gradients": 0, "lr_warmup_epochs": 0.0,
+            "checkpoint_every": -1, "record_gradients": 0, "lr_warmup_epochs": 0.0,
             "density_ramp_steps": 0, "momentum": 0.0, "weight_decay": 0.0, "norm_clip": 0.0,
         }  # fmt: skip
         for key, bound in least.items():

@@ -23,7 +23,7 @@ from oktopk.train.checkpoint import CheckpointError
 from oktopk.train.config import ConfigError, TrainConfig
 from oktopk.train.data.errors import DataError
 from oktopk.train.runlog import open_rank_log
-from oktopk.train.show import Silent, Terminal
+from oktopk.train.show import Display, Silent, Terminal
 from oktopk.train.tasks import build_workload
 from oktopk.train.trainer import Trainer, TrainingStopped
 from oktopk.types import ints
@@ -41,7 +41,7 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
     torch.set_num_threads(max(1, cores // place.local_size))  # workers on one machine share its cores
     member = join(place, config.comm, config.device, config.timeout_s)
     try:
-        _train(config, member)
+        train(config, member, Terminal(config.quiet) if member.is_first else Silent())
     except _FAILURES as error:
         sys.stderr.write(f"oktopk: worker {place.rank}: {error}\n")  # at once: workers speak at the same moment
         sys.stderr.flush()
@@ -56,7 +56,8 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _train(config: TrainConfig, member: Member) -> None:
+def train(config: TrainConfig, member: Member, display: Display) -> None:
+    """On a worker that has met the others. Raises what stops training, TrainingStopped on all workers alike."""
     if not config.resume:
         config = replace(config, name=_free_name(config, member))
     profiler = _profiler(config, member)
@@ -65,7 +66,6 @@ def _train(config: TrainConfig, member: Member) -> None:
     workload = build_workload(config, member)
     handler = open_rank_log(config.run_folder, member.place.rank)
     try:
-        display = Terminal(config.quiet) if member.is_first else Silent()
         trainer = Trainer(config, member, workload, display, profiler)
         record = trainer.run()
         profiler.close()

@@ -153,7 +153,8 @@ class Trainer:
         self._display.epoch_done(record, self._workload.metrics)
         if finished:
             position.epoch, position.step_in_epoch = position.epoch + 1, 0
-        if done or (self.config.checkpoint_every and position.epoch % self.config.checkpoint_every == 0):
+        every = self.config.checkpoint_every
+        if every >= 0 and (done or (every and position.epoch % every == 0)):
             self._save()
         return record
 

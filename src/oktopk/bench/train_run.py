@@ -1,0 +1,49 @@
+"""A whole training run as a job of a world's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from oktopk import launch
+from oktopk.bench.options import Options
+from oktopk.bench.place import Job, Place, Tell
+from oktopk.console.tables import figure
+from oktopk.launch import Member, choose_device
+from oktopk.registry import make_communicator
+from oktopk.train.config import make_config
+from oktopk.train.main import train
+from oktopk.train.show import Silent
+from oktopk.train.trainer import TrainingStopped
+
+if TYPE_CHECKING:
+    from oktopk.train.trainer import Trainer
+
+FINISHED, DIVERGED = "finished", "diverged"
+
+
+def measure(place: Place, options: Options, job: Job, tell: Tell) -> str:
+    """Train by `job["config"]`, over the workers' own communicator; how it ended."""
+    among = launch.Place("study", place.rank, place.size, place.rank, place.size)
+    member = Member(among, make_communicator("torch", options.timeout_s), choose_device(options.device, among))
+    try:
+        train(make_config(job["config"]), member, _Told(tell))
+    except TrainingStopped:  # on all workers in the same step: they can go on with another run
+        return DIVERGED
+    return FINISHED
+
+
+class _Told(Silent):
+    """Says every epoch."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._num_epochs = 0
+
+    def plan(self, trainer: Trainer) -> None:
+        super().plan(trainer)
+        self._num_epochs = -(-trainer.num_steps // trainer.steps_per_epoch)
+
+    def epoch_done(self, record: Mapping[str, Any], metrics: Mapping[str, str]) -> None:
+        found = ", ".join(f"{key} {figure(record[key])}" for key in metrics if key in record)
+        self._tell(f"epoch {record['epoch'] + 1} of {self._num_epochs}: {found or 'loss ' + figure(record['loss'])}")

@@ -1,0 +1,162 @@
+"""`oktopk study`: train every variant on every seed, then say what came of it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from oktopk.bench.netns import LinksUnavailable
+from oktopk.bench.world import WorkerFailed
+from oktopk.console import words
+from oktopk.console.files import check_folder, write_results, write_text
+from oktopk.console.progress import Progress
+from oktopk.console.tables import table
+from oktopk.console.words import LOOPBACK, LineParser, UsageError
+from oktopk.launch import DEVICE_NAMES, check_device
+from oktopk.plan.advise import duration
+from oktopk.plan.advise_cli import PER_MESSAGE_S
+from oktopk.plan.model import Link
+from oktopk.study.definition import Study, checked_seeds, chosen_variants, parse_settings, read_study, study_names
+from oktopk.study.outcome import load
+from oktopk.study.running import Conditions, do_runs, done_before
+from oktopk.study.summary import columns, markdown, rows
+from oktopk.study.times import Clock
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 2 where the user asked for something that cannot be, 1 where a worker failed."""
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return _study(arguments)
+    except LinksUnavailable as error:
+        raise UsageError(f"--link: {error}") from error
+    except WorkerFailed as error:
+        print(f"oktopk: {error}; finished runs are kept, the same command goes on from there", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("oktopk: stopped; finished runs are kept, the same command goes on from there", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _study(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(list(arguments))
+    check_device(options.device)
+    study = _asked(options)
+    folder = Path(options.out) / study.name
+    runs = study.runs(folder)
+    conditions = Conditions(
+        num_workers=runs[0].config.workers,
+        link=options.link,
+        device="cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu",
+        num_jobs=options.jobs,
+        timeout_s=runs[0].config.timeout_s,
+    )
+    if conditions.num_workers < 2:
+        raise UsageError("workers=1: one worker exchanges nothing; add --set workers=2 or more")
+    if conditions.link != LOOPBACK and conditions.num_jobs > 1:
+        raise UsageError(f"--jobs={conditions.num_jobs}: runs beside each other share the link; use --jobs 1")
+    check_folder(folder)
+    start = time.monotonic()
+    progress = Progress()
+    if not options.table_only:
+        do_runs(runs, conditions, progress)
+        progress.end()
+    _write(study, folder, arguments, conditions, options, time.monotonic() - start)
+    return 0
+
+
+def _asked(options: Any) -> Study:
+    study = read_study(options.study)
+    settings = {**study.settings, **parse_settings(options.set)}
+    if options.data_dir:
+        settings["data_dir"] = options.data_dir
+    study = replace(study, settings=settings)
+    if options.seeds:
+        study = replace(study, seeds=checked_seeds(options.seeds, "--seeds"))
+    if options.only:
+        study = replace(study, variants=chosen_variants(study, options.only))
+    return study if options.target is None else replace(study, target=options.target)
+
+
+def _write(
+    study: Study, folder: Path, arguments: Sequence[str], conditions: Conditions, options: Any, seconds: float
+) -> None:
+    """study.json, study.md and two pictures, from the runs that are there."""
+    done = [(run, how) for run in study.runs(folder) if (how := done_before(run, conditions)) is not None]
+    if not done:
+        raise UsageError(f"{folder}: holds no finished run of this study; leave --table-only out")
+    loaded = [load(run, study, how) for run, how in done]
+    link = Link.of_figures(words.bits_per_s(options.simulate), options.latency, PER_MESSAGE_S)
+    clock = Clock.of([run for _, run in loaded], link, conditions.num_workers, conditions.device)
+    outcomes = [outcome.with_times(clock.seconds_after(run)) for outcome, run in loaded]
+    found = rows(study, outcomes)
+    shown = columns(study, options.simulate, conditions.link)
+    compute_s = clock.compute.forward_s + clock.compute.backward_s
+    about = (
+        f"{study.name}: {study.preset}, {conditions.num_workers} workers on {conditions.device}, "
+        f"seeds {' '.join(map(str, study.seeds))}; computing a step takes {duration(compute_s)}"
+    )
+    write_results(
+        folder / "study.json",
+        ["study", *arguments],
+        found,
+        seconds,
+        about=about,
+        study={key: value for key, value in asdict(study).items() if key != "variants"},
+        compute_s=compute_s,
+        runs=[asdict(outcome) for outcome in outcomes],
+    )
+    write_text(folder / "study.md", f"{about}\n\n{markdown(shown, found)}")
+    print(f"\n{about}\n\n{table(shown, found)}\n")
+    print(f"behind: how much worse than {study.baseline}; bytes and times are means over seeds")
+    print("measured: validations included; only of runs that had the machine to themselves")
+    print(
+        f"simulated: computing as measured, bytes as counted, rounds of {duration(options.latency)} by the cost model"
+    )
+    try:
+        from oktopk.study.plot import draw_curves, draw_finals
+    except ImportError:
+        print("no pictures: matplotlib is not installed (pip install 'oktopk[train]')", file=sys.stderr)
+    else:
+        draw_finals(study, found, folder / "finals.png")
+        draw_curves(study, outcomes, options.simulate, folder / "curves.png")
+    print(folder / "study.json")
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Being told to end is like Ctrl-C: what was set up is taken down."""
+    del number, frame
+    raise KeyboardInterrupt
+
+
+def _parser() -> LineParser:
+    parser = LineParser(
+        prog="oktopk study",
+        description="Train dense and every reducer on the same task over several seeds, and compare: what they reach, "
+        "what they send, how long they take. Runs that are finished are not done again.",
+    )
+    add = parser.add_argument
+    add("study", help=f"one of {', '.join(study_names())}, or the path of a TOML file")
+    add("--data-dir", help="the task's data; default: what the study says, or embedded data")
+    add("--out", default="runs/studies", help="where the study's folder is made (default %(default)s)")
+    add("--seeds", type=words.count(0), nargs="+", help="instead of the study's own")
+    add("--only", nargs="+", help="variants to train beside the first: names or patterns such as 'oktopk*'")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of `oktopk train` for all runs")
+    add("--target", type=float, help="value of the metric that times are taken to, instead of the study's own")
+    add("--jobs", type=words.count(1), default=1, help="runs at a time; with several, no times are measured")
+    add("--device", type=words.one_of(*DEVICE_NAMES), default="auto", help="as for oktopk train")
+    add("--link", type=words.rate, default=LOOPBACK, help="train over links of this speed (needs root, ip and tc)")
+    add("--simulate", type=words.link_rate, default="1gbit", help="link of the simulated times (default %(default)s)")
+    add("--latency", type=words.seconds, default=100e-6, help="of one exchange on it (default 100us)")
+    add("--table-only", action="store_true", help="train nothing: the table of the runs that are there")
+    return parser

@@ -1,0 +1,74 @@
+"""What came of one run, read from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from oktopk.bench.train_run import FINISHED
+from oktopk.console.words import UsageError
+from oktopk.report.load import load_run
+from oktopk.report.run import Run as LoadedRun
+from oktopk.study.definition import Run, Study
+from oktopk.study.running import Done
+
+
+@dataclass(frozen=True)
+class Point:
+    """A validation."""
+
+    step: int
+    value: float
+    time_s: float
+    """Since training began."""
+    bytes_sent: float
+    """By the average worker until then."""
+    simulated_s: float | None = None
+    """How long it would have taken over the study's link."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    variant: str
+    seed: int
+    status: str
+    alone: bool
+    """It had the machine to itself: its times mean something."""
+    curve: Sequence[Point]
+    bytes_sent: float
+    """By the average worker, in the whole run."""
+
+    @property
+    def final(self) -> float | None:
+        """None for a run that diverged: what it had reached before does not count."""
+        return self.curve[-1].value if self.curve and self.status == FINISHED else None
+
+    def first_reached(self, study: Study) -> Point | None:
+        return next((point for point in self.curve if study.reached(point.value)), None)
+
+    def with_times(self, at_step: Sequence[float]) -> Outcome:
+        """`at_step[n]`: seconds after n steps."""
+        return replace(self, curve=[replace(point, simulated_s=at_step[point.step]) for point in self.curve])
+
+
+def load(run: Run, study: Study, done: Done) -> tuple[Outcome, LoadedRun]:
+    """UsageError where the task has no such metric."""
+    found = load_run(run.folder)
+    known = {key for epoch in found.epochs for key in epoch.metrics}
+    if found.epochs and study.metric not in known:
+        raise UsageError(f"metric={study.metric!r}: {run.config.task} has none of that name; it has {_listed(known)}")
+    own = [0, *accumulate(step.bytes_sent for step in found.steps)]
+    sent = [sums.get("bytes_sent", 0.0) for sums in found.ranks.values()]
+    mean = sum(sent) / len(sent) if sent else float(own[-1])
+    share = mean / own[-1] if own[-1] else 0.0  # of the average worker, to the one whose steps are logged
+    curve = [
+        Point(epoch.step, value, epoch.time_s or 0.0, share * own[min(epoch.step, len(own) - 1)])
+        for epoch in found.epochs
+        if epoch.step is not None and (value := epoch.metrics.get(study.metric)) is not None
+    ]
+    return Outcome(run.variant, run.seed, done.status, done.alone, curve, mean), found
+
+
+def _listed(words: set[str]) -> str:
+    return ", ".join(sorted(words)) or "none"

@@ -1,0 +1,102 @@
+"""The pictures of a study: what every variant reached, and on the way there, against bytes and seconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from oktopk.console.tables import Row
+from oktopk.study.definition import Study
+from oktopk.study.outcome import Outcome, Point
+from oktopk.study.summary import mean_and_std
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_GREY = "#8c8c8c"
+_MOST_CURVES = len(_COLOURS)
+
+
+def draw_finals(study: Study, rows: Sequence[Row], path: Path) -> None:
+    """A line for each variant: every run, their mean and deviation, and that of the first variant behind all."""
+    figure = Figure(figsize=(8.6, 1.6 + 0.34 * len(rows)), dpi=150, facecolor="white")
+    axes = figure.add_subplot()
+    mean, std = rows[0]["mean"], rows[0]["std"] or 0.0
+    if mean is not None:
+        axes.axvspan(mean - std, mean + std, color="#000000", alpha=0.08, linewidth=0)
+        axes.axvline(mean, color=_GREY, linewidth=1)
+    for place, row in enumerate(rows):
+        good = row["within"] is not False
+        colour = "#0072B2" if good else "#D55E00"
+        axes.plot(row["finals"], [place] * len(row["finals"]), ".", color=colour, alpha=0.5)
+        if row["mean"] is not None:
+            axes.errorbar(row["mean"], place, xerr=row["std"] or 0.0, fmt="o" if good else "X", color=colour, capsize=3)
+        if row["diverged"]:
+            axes.annotate(
+                f"{row['diverged']} diverged", (1.0, place), xycoords=("axes fraction", "data"), ha="right",
+                va="center", fontsize=8, color=colour,
+            )  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row["variant"] for row in rows])
+    axes.invert_yaxis()
+    better = "higher" if study.higher_is_better else "lower"
+    axes.set_xlabel(f"{study.metric} at the end ({better} is better)")
+    _title(
+        axes,
+        f"{study.name}: what each variant reaches",
+        f"small: each of {rows[0]['runs']} seeds; bars: one standard deviation; grey: {rows[0]['variant']}; "
+        "crosses: further behind",
+    )
+    _save(figure, path)
+
+
+def draw_curves(study: Study, outcomes: Sequence[Outcome], link: str, path: Path) -> None:
+    """Means over seeds of the first variants, against steps, bytes and simulated seconds."""
+    figure = Figure(figsize=(12.6, 4.4), dpi=150, facecolor="white")
+    ways: tuple[tuple[str, Callable[[Point], float], bool], ...] = (
+        ("steps", lambda point: point.step, False),
+        ("bytes sent by a worker", lambda point: point.bytes_sent, True),
+        (f"simulated seconds at {link}", lambda point: point.simulated_s or 0.0, True),
+    )
+    names = [name for name in study.variants if any(each.variant == name and each.curve for each in outcomes)]
+    for place, (label, across, is_log) in enumerate(ways):
+        axes = figure.add_subplot(1, len(ways), place + 1)
+        for name, colour in zip(names[:_MOST_CURVES], _COLOURS, strict=False):
+            curves = [each.curve for each in outcomes if each.variant == name and each.curve]
+            whole = min(len(curve) for curve in curves)
+            at = list(range(whole))
+            xs = [statistics.fmean(across(curve[i]) for curve in curves) for i in at]
+            found = [mean_and_std([curve[i].value for curve in curves]) for i in at]
+            ys, stds = [mean or 0.0 for mean, _ in found], [std or 0.0 for _, std in found]
+            axes.plot(xs, ys, color=colour, linewidth=1.6, label=name)
+            low, high = ([y + sign * std for y, std in zip(ys, stds, strict=True)] for sign in (-1, 1))
+            axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.axhline(study.target, color=_GREY, linestyle=":", linewidth=1)
+        if is_log:
+            axes.set_xscale("log")
+        axes.set_xlabel(label)
+        _plain(axes)
+        if place == 0:
+            axes.set_ylabel(study.metric)
+            axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{study.name}: mean over seeds, one standard deviation shaded, target dotted", x=0.01, ha="left")
+    _save(figure, path)
+
+
+def _title(axes: Axes, title: str, below: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, pad=22)
+    axes.text(0.0, 1.0, below, transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(color="#e6e6e6")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(str(path), metadata={"Software": None})

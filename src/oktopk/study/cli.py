@@ -24,7 +24,15 @@ from oktopk.launch import DEVICE_NAMES, check_device
 from oktopk.plan.advise import duration
 from oktopk.plan.advise_cli import PER_MESSAGE_S
 from oktopk.plan.model import Link
-from oktopk.study.definition import Study, checked_seeds, chosen_variants, parse_settings, read_study, study_names
+from oktopk.study.definition import (
+    Study,
+    checked_seeds,
+    checked_target,
+    chosen_variants,
+    parse_settings,
+    read_study,
+    study_names,
+)
 from oktopk.study.outcome import load
 from oktopk.study.running import Conditions, do_runs, done_before
 from oktopk.study.summary import columns, markdown, rows
@@ -65,11 +73,11 @@ def _study(arguments: Sequence[str]) -> int:
         raise UsageError("workers=1: one worker exchanges nothing; add --set workers=2 or more")
     if conditions.link != LOOPBACK and conditions.num_jobs > 1:
         raise UsageError(f"--jobs={conditions.num_jobs}: runs beside each other share the link; use --jobs 1")
-    check_folder(folder)
     start = time.monotonic()
     progress = Progress()
     if not options.table_only:
-        do_runs(runs, conditions, progress)
+        check_folder(folder)
+        do_runs(runs, conditions, progress, lambda run, done: load(run, study, done))
         progress.end()
     _write(study, folder, arguments, conditions, options, time.monotonic() - start)
     return 0
@@ -85,7 +93,9 @@ def _asked(options: Any) -> Study:
         study = replace(study, seeds=checked_seeds(options.seeds, "--seeds"))
     if options.only:
         study = replace(study, variants=chosen_variants(study, options.only))
-    return study if options.target is None else replace(study, target=options.target)
+    if options.target is not None:
+        study = replace(study, target=checked_target(options.target, "--target"))
+    return study
 
 
 def _write(

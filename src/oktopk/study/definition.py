@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ _KEYS = {
     "settings": dict,
     "variants": dict,
 }
-_OWN = ("name", "out_dir", "seed", "resume", "quiet", "report", "checkpoint_every")
+_OWN = ("name", "out_dir", "seed", "resume", "quiet", "report", "checkpoint_every", "device", "comm")
 """Settings that a study chooses itself."""
 _NO_DIFFERENCE = ("out_dir", "timeout_s", "device")
 """Settings that a finished run may differ in from one that is asked for."""
@@ -124,6 +125,8 @@ def _checked(path: Path, values: dict[str, Any]) -> Study:
         if not isinstance(changes, dict):
             raise UsageError(f"{path}: variants: {name!r} must be a table of settings, such as {{ density = 0.01 }}")
         _check_free(f"{path}: variants: {name!r}", cast("dict[str, Any]", changes))
+        if "workers" in changes:
+            raise UsageError(f"{path}: variants: {name!r}: 'workers' is the same for all; set it under [settings]")
     for a, b in ((a, b) for a in variants for b in variants if a < b):
         if slug(a) == slug(b):
             raise UsageError(f"{path}: variants: {a!r} and {b!r} would share a folder; name them more differently")
@@ -133,7 +136,7 @@ def _checked(path: Path, values: dict[str, Any]) -> Study:
         preset=values["preset"],
         metric=values["metric"],
         higher_is_better=values["better"] == "higher",
-        target=float(values["target"]),
+        target=checked_target(float(values["target"]), f"{path}: target"),
         seeds=checked_seeds(values["seeds"], f"{path}: seeds"),
         settings=values["settings"],
         variants=variants,
@@ -141,9 +144,15 @@ def _checked(path: Path, values: dict[str, Any]) -> Study:
 
 
 def checked_seeds(seeds: Sequence[Any], where: str) -> list[int]:
-    if not seeds or len(set(seeds)) < len(seeds) or any(type(seed) is not int or seed < 0 for seed in seeds):
+    if not seeds or any(type(seed) is not int or seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise UsageError(f"{where}={seeds!r}: must be different whole numbers, at least one")
     return list(seeds)
+
+
+def checked_target(target: float, where: str) -> float:
+    if not math.isfinite(target):
+        raise UsageError(f"{where}={target!r}: must be a number that the metric can reach")
+    return target
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:

@@ -49,7 +49,9 @@ class Outcome:
 
     def with_times(self, at_step: Sequence[float]) -> Outcome:
         """`at_step[n]`: seconds after n steps."""
-        return replace(self, curve=[replace(point, simulated_s=at_step[point.step]) for point in self.curve])
+        return replace(
+            self, curve=[replace(point, simulated_s=at_step[min(point.step, len(at_step) - 1)]) for point in self.curve]
+        )
 
 
 def load(run: Run, study: Study, done: Done) -> tuple[Outcome, LoadedRun]:
@@ -60,14 +62,16 @@ def load(run: Run, study: Study, done: Done) -> tuple[Outcome, LoadedRun]:
         raise UsageError(f"metric={study.metric!r}: {run.config.task} has none of that name; it has {_listed(known)}")
     own = [0, *accumulate(step.bytes_sent for step in found.steps)]
     sent = [sums.get("bytes_sent", 0.0) for sums in found.ranks.values()]
-    mean = sum(sent) / len(sent) if sent else float(own[-1])
-    share = mean / own[-1] if own[-1] else 0.0  # of the average worker, to the one whose steps are logged
+    ends = [min(epoch.step, len(own) - 1) for epoch in found.epochs if epoch.step is not None]
+    in_epochs = own[ends[-1]] if ends else 0
+    # of the average worker, to the first, whose every step is logged; of the others whole epochs are known
+    share = sum(sent) / len(sent) / in_epochs if sent and in_epochs else 1.0
     curve = [
         Point(epoch.step, value, epoch.time_s or 0.0, share * own[min(epoch.step, len(own) - 1)])
         for epoch in found.epochs
         if epoch.step is not None and (value := epoch.metrics.get(study.metric)) is not None
     ]
-    return Outcome(run.variant, run.seed, done.status, done.alone, curve, mean), found
+    return Outcome(run.variant, run.seed, done.status, done.alone, curve, share * own[-1]), found
 
 
 def _listed(words: set[str]) -> str:

@@ -25,7 +25,7 @@ def draw_finals(study: Study, rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(8.6, 1.6 + 0.34 * len(rows)), dpi=150, facecolor="white")
     axes = figure.add_subplot()
     mean, std = rows[0]["mean"], rows[0]["std"] or 0.0
-    if mean is not None:
+    if mean is not None and rows[0]["variant"] == study.baseline:
         axes.axvspan(mean - std, mean + std, color="#000000", alpha=0.08, linewidth=0)
         axes.axvline(mean, color=_GREY, linewidth=1)
     for place, row in enumerate(rows):
@@ -40,13 +40,13 @@ def draw_finals(study: Study, rows: Sequence[Row], path: Path) -> None:
                 va="center", fontsize=8, color=colour,
             )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     better = "higher" if study.higher_is_better else "lower"
     axes.set_xlabel(f"{study.metric} at the end ({better} is better)")
     _title(
         axes,
         f"{study.name}: what each variant reaches",
-        f"small: each of {rows[0]['runs']} seeds; bars: one standard deviation; grey: {rows[0]['variant']}; "
+        f"small: each of {rows[0]['runs']} seeds; bars: one standard deviation; grey: {study.baseline}; "
         "crosses: further behind",
     )
     _save(figure, path)
@@ -78,7 +78,7 @@ def draw_curves(study: Study, outcomes: Sequence[Outcome], link: str, path: Path
             axes.set_xscale("log")
         axes.set_xlabel(label)
         _plain(axes)
-        if place == 0:
+        if place == 0 and names:
             axes.set_ylabel(study.metric)
             axes.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{study.name}: mean over seeds, one standard deviation shaded, target dotted", x=0.01, ha="left")

@@ -6,7 +6,7 @@ import json
 import queue
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -45,26 +45,31 @@ class Done:
 def done_before(run: Run, conditions: Conditions) -> Done | None:
     """None for a run that is still to be done; UsageError where one with other settings or conditions is in the way."""
     config, how = _read(run.folder / "config.json"), _read(run.folder / _CONDITIONS)
-    if config is None or how is None:
-        return None
-    differences = run.differences(config)
-    for key in ("link", "device"):
-        if how.get(key) != getattr(conditions, key):
-            differences.append(f"{key}={how.get(key)!r} there, {getattr(conditions, key)!r} here")
+    differences = run.differences(config) if config is not None else []
+    if how is not None:
+        differences += [
+            f"{key}={how.get(key)!r} there, {getattr(conditions, key)!r} here"
+            for key in ("link", "device")
+            if how.get(key) != getattr(conditions, key)
+        ]
     if differences:
         raise UsageError(f"{run.folder}: holds a run with other settings ({differences[0]}); use another --out")
+    if config is None or how is None:
+        return None
     return Done(str(how.get("status")), how.get("num_jobs") == 1)
 
 
-def do_runs(runs: Sequence[Run], conditions: Conditions, progress: Progress) -> None:
-    """Those that were not done before. The first failure ends it all: WorkerFailed, and what is done stays done."""
+def do_runs(
+    runs: Sequence[Run], conditions: Conditions, progress: Progress, check: Callable[[Run, Done], object]
+) -> None:
+    """Those that were not done before; each is checked. The first failure ends it all, and what is done stays done."""
     pending = [run for run in runs if done_before(run, conditions) is None]
     if not pending:
         return
     shared = _Shared(pending, len(runs), progress)
     with seats(conditions.num_workers, conditions.link) as places:
         threads = [
-            threading.Thread(target=_work, args=(shared, conditions, places), daemon=True)
+            threading.Thread(target=_work, args=(shared, conditions, places, check), daemon=True)
             for _ in range(min(conditions.num_jobs, len(pending)))
         ]
         for thread in threads:
@@ -107,7 +112,9 @@ class _Shared:
             self._progress.detail(f"{self._done} of {self._total} runs done; {text}")
 
 
-def _work(shared: _Shared, conditions: Conditions, places: Sequence[Seat]) -> None:
+def _work(
+    shared: _Shared, conditions: Conditions, places: Sequence[Seat], check: Callable[[Run, Done], object]
+) -> None:
     """Run after run, in one world."""
     options = Options(what="train_run", device=conditions.device, timeout_s=conditions.timeout_s)
     try:
@@ -118,6 +125,7 @@ def _work(shared: _Shared, conditions: Conditions, places: Sequence[Seat]) -> No
                 job = {"what": "train_run", "options": asdict(options), "config": run.config.as_dict()}
                 how: str = world.run(job, shared)[0]
                 write_text(run.folder / _CONDITIONS, json.dumps({"status": how, **asdict(conditions)}) + "\n")
+                check(run, Done(how, conditions.num_jobs == 1))
                 shared.done(run, how)
     except BaseException as error:
         shared.failure = shared.failure or error

@@ -42,11 +42,12 @@ def _row(study: Study, name: str, mine: Sequence[Outcome], base: Sequence[Outcom
         "simulated_s": _mean([point.simulated_s for _, point in reached if point.simulated_s is not None]),
         "measured_s": _mean([point.time_s for each, point in reached if each.alone]),
     }
-    if mean is not None and base_mean is not None and base_std is not None:
-        behind = (base_mean - mean) if study.higher_is_better else (mean - base_mean)
-        row |= {"behind": behind, "within": whole and behind <= base_std}
-    elif not whole:
-        row |= {"within": False}
+    if mean is not None and base_mean is not None:
+        row["behind"] = (base_mean - mean) if study.higher_is_better else (mean - base_mean)
+    if not whole:
+        row["within"] = False
+    elif row["behind"] is not None and base_std is not None:
+        row["within"] = row["behind"] <= base_std
     return row
 
 
@@ -66,7 +67,7 @@ def columns(study: Study, simulated_link: str, link: str) -> tuple[Column, ...]:
         ("behind", lambda row: figure(row["behind"], "+.4f")),
         ("within 1 std", lambda row: {True: "yes", False: "NO", None: "-"}[row["within"]]),
         ("sent by a worker", lambda row: byte_count(row["bytes_sent"])),
-        ("of dense", lambda row: figure(row["of_baseline"], ".1%")),
+        (f"of {study.baseline}", lambda row: figure(row["of_baseline"], ".1%")),
         (f"steps to {study.target:g}", lambda row: figure(row["steps_to_target"], ".0f")),
         (f"simulated, {simulated_link}", lambda row: _seconds(row, "simulated_s")),
         (f"measured, {link}", lambda row: _seconds(row, "measured_s")),
@@ -88,5 +89,5 @@ def _seconds(row: Row, key: str) -> str:
 
 def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     lines = [[title for title, _ in columns], ["---"] * len(columns)]
-    lines += [[show(row) for _, show in columns] for row in rows]
+    lines += [[show(row).replace("|", "\\|") for _, show in columns] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from oktopk.comm.simulator import SimulatedCommunicator, World
+from oktopk.console.words import UsageError
 from oktopk.plan.advise import COMMON
 from oktopk.plan.calibrate import measure_machine
 from oktopk.plan.model import Compute, Link, Machine, Prediction, predict, step_seconds
@@ -32,6 +33,8 @@ class Clock:
     def of(runs: Sequence[Run], link: Link, num_workers: int, device: str) -> Clock:
         """Computing is the median over all runs; the kernels are measured here and now."""
         sizes = {bucket.n for run in runs for step in run.steps[-1:] for bucket in step.buckets}
+        if not sizes:
+            raise UsageError("no run of this study got through a step; look at what its runs say in their logs folder")
         alone = SimulatedCommunicator(World(1), 0)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as beside other workers
@@ -52,11 +55,12 @@ class Clock:
         return [0.0, *accumulate(self._step(run.compressor or "dense", step, known) for step in run.steps)]
 
     def _step(self, compressor: str, step: Step, known: dict[tuple[str, int, int], Prediction]) -> float:
-        weights = [float(bucket.n if bucket.phase == "dense" else bucket.k) for bucket in step.buckets]
+        # a skipped step has no k; what it sent is shared out by size
+        weights = [float(bucket.n if step.skipped or bucket.phase == "dense" else bucket.k) for bucket in step.buckets]
         buckets: list[Prediction] = []
         for bucket, weight in zip(step.buckets, weights, strict=True):
             reducer = "dense" if bucket.phase == "dense" else compressor
-            key = (reducer, bucket.n, bucket.k)
+            key = (reducer, bucket.n, max(1, bucket.k))
             if key not in known:
                 known[key] = self._rounds(*key)
             rounds = known[key]

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from oktopk.console.words import UsageError
-from oktopk.study.definition import checked_seeds, chosen_variants, parse_settings, read_study, slug, study_names
+from oktopk.study.definition import (
+    checked_seeds,
+    checked_target,
+    chosen_variants,
+    parse_settings,
+    read_study,
+    slug,
+    study_names,
+)
 from oktopk.train.config import TrainConfig
 from oktopk.train.task_settings import TASKS
 from tests.studies import CONTENT, make_study, write_study
@@ -249,3 +257,23 @@ def test_seeds() -> None:
     assert checked_seeds([3, 0, 7], "--seeds") == [3, 0, 7]
     with pytest.raises(UsageError, match=r"^--seeds=\[3, 3\]: "):
         checked_seeds([3, 3], "--seeds")
+
+
+def test_what_variants_differ_in_cannot_be_set_for_all(tmp_path: Path) -> None:
+    study = read_study(str(write_study(tmp_path / "made.toml")))
+    with pytest.raises(UsageError, match="--set: 'density': variants differ in it"):
+        study.with_settings({"density": 0.5})
+    assert study.with_settings({"lr": 0.5}).settings == {**study.settings, "lr": 0.5}
+
+
+@pytest.mark.parametrize("key", ["task", "workers", "batch_size", "nsteps_update", "epochs", "max_steps"])
+def test_the_budget_is_the_same_for_all(tmp_path: Path, key: str) -> None:
+    path = write_study(tmp_path / "made.toml", variants={"dense": {}, "more": {key: 4}})
+    with pytest.raises(UsageError, match=rf"'more': '{key}' is the same for all; set it under \[settings\]"):
+        read_study(str(path))
+
+
+@pytest.mark.parametrize("target", [float("nan"), float("inf")])
+def test_a_target_is_a_number(target: float) -> None:
+    with pytest.raises(UsageError, match="--target="):
+        checked_target(target, "--target")

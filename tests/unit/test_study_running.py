@@ -6,7 +6,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,8 +18,8 @@ from oktopk.console.progress import Progress
 from oktopk.console.words import UsageError
 from oktopk.study import running
 from oktopk.study.definition import Run
-from oktopk.study.running import Conditions, Done, do_runs, done_before
-from oktopk.train.config import make_config
+from oktopk.study.running import Conditions, Done, alone_in, do_runs, done_before
+from oktopk.train.config import TrainConfig, make_config
 from tests.studies import CONDITIONS, CONTENT, fabricate, make_study
 
 VARIANTS: dict[str, dict[str, Any]] = {"dense": {"compressor": "dense"}, "oktopk": {}, "gtopk": {"compressor": "gtopk"}}
@@ -31,6 +31,7 @@ class Worlds:
     def __init__(self) -> None:
         self.made: list[tuple[int, str]] = []
         self.trained: list[str] = []
+        self.warmed: list[TrainConfig] = []
         self.open = 0
         self.fails: str | None = None
         self.diverges: str | None = None
@@ -51,6 +52,11 @@ class Worlds:
     def run(self, job: dict[str, Any], progress: Any) -> list[str]:
         config = make_config(job["config"])
         folder = config.run_folder
+        assert job["metric"] == "accuracy"
+        if folder.name.endswith("-warming-up"):
+            self.warmed.append(config)
+            folder.mkdir(parents=True)
+            return ["finished"] * 2
         self.trained.append(folder.name)
         if self.meet is not None:
             self.meet.wait(30)
@@ -79,11 +85,9 @@ def runs(tmp_path: Path) -> list[Run]:
     return make_study(tmp_path, variants=VARIANTS).runs(tmp_path / "out")
 
 
-def do(
-    runs: Sequence[Run], conditions: Conditions = CONDITIONS, check: Callable[[Run, Done], object] = lambda *_: None
-) -> str:
+def do(runs: Sequence[Run], conditions: Conditions = CONDITIONS) -> str:
     said = io.StringIO()
-    do_runs(runs, conditions, Progress(said), check)
+    do_runs(runs, "accuracy", conditions, Progress(said))
     return said.getvalue()
 
 
@@ -220,15 +224,26 @@ def test_where_a_run_lies_and_how_long_it_may_take_make_no_difference(tmp_path: 
     assert done_before(runs[1], CONDITIONS) == Done("finished", alone=True)
 
 
-def test_the_first_run_that_does_not_pass_the_check_ends_the_study(worlds: Worlds, runs: list[Run]) -> None:
-    def check(run: Run, done: Done) -> None:
-        assert done == Done("finished", alone=True)
-        raise UsageError(f"metric='speed': {run.config.task} has none of that name")
+def test_a_world_warms_up_once_and_leaves_nothing_of_it(worlds: Worlds, runs: list[Run]) -> None:
+    """What a first run loads and compiles, of both phases, must not count as its time."""
+    do(runs)
+    (short,) = worlds.warmed
+    assert (short.compressor, short.warmup_steps, short.max_steps) == ("oktopk", 1, 3)
+    assert not short.run_folder.exists()
 
-    with pytest.raises(UsageError, match="speed"):
-        do(runs, check=check)
-    assert worlds.trained == [runs[0].folder.name]
+
+def test_only_one_study_works_in_a_folder(tmp_path: Path) -> None:
+    with alone_in(tmp_path), pytest.raises(UsageError, match="another study is at work there"), alone_in(tmp_path):
+        pass
+    with alone_in(tmp_path):
+        pass
+
+
+def test_what_a_run_left_before_its_config_was_written_is_removed(worlds: Worlds, runs: list[Run]) -> None:
     assert worlds.open == 0
+    (runs[0].folder / "data").mkdir(parents=True)
+    do(runs[:1])
+    assert not (runs[0].folder / "data").exists()
 
 
 def test_a_run_of_somebody_else_is_never_removed(worlds: Worlds, runs: list[Run]) -> None:

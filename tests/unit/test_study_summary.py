@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.console.tables import Row
+from oktopk.console.tables import Row, markdown
 from oktopk.study.definition import Study
 from oktopk.study.outcome import Outcome, Point
-from oktopk.study.summary import columns, markdown, mean_and_std, rows
+from oktopk.study.summary import columns, mean_and_std, rows
 
 STUDY = Study(
     name="made",
@@ -35,7 +35,8 @@ def outcome(variant: str, seed: int, *values: float, status: str = "finished", *
     curve = [
         Point(10 * at, value, 1.0 * at, 100.0 * at, simulated_s=2.0 * at) for at, value in enumerate(values, start=1)
     ]
-    whole = Outcome(variant, seed, status, alone=True, curve=curve, bytes_sent=100.0 * len(values))
+    final = values[-1] if values and status == "finished" else None
+    whole = Outcome(variant, seed, status, alone=True, final=final, curve=curve, bytes_sent=100.0 * len(values))
     return replace(whole, **changes)
 
 
@@ -49,12 +50,6 @@ def row_of(found: Sequence[Row], variant: str) -> Row:
 
 
 # --- one run
-
-
-def test_a_run_that_diverged_has_no_final() -> None:
-    assert outcome("dense", 1, 0.2, 0.7).final == 0.7
-    assert outcome("dense", 1, 0.2, 0.7, status="diverged").final is None
-    assert outcome("dense", 1).final is None
 
 
 def test_the_first_validation_that_reaches_the_target() -> None:
@@ -132,8 +127,8 @@ def test_one_run_that_diverged_is_not_within() -> None:
     assert some["within"] is False
     assert (none["diverged"], none["mean"], none["std"], none["behind"]) == (2, None, None, None)
     assert none["within"] is False
-    assert none["bytes_sent"] == 30.0
-    assert none["steps_to_target"] == 10  # what it reached before it diverged was reached
+    # what was sent and reached on the way to nowhere would only flatter
+    assert (none["bytes_sent"], none["of_baseline"], none["steps_to_target"], none["reached"]) == (None, None, None, 0)
 
 
 def test_without_a_deviation_nothing_is_within_or_not() -> None:
@@ -235,22 +230,25 @@ def test_behind_is_the_distance_to_the_baseline(finals: list[float], shift: int)
 
 
 def test_the_table() -> None:
+    first, second = outcomes("dense", [0.5, 0.75])
     made = [
-        *outcomes("dense", [0.5, 0.75]),
-        outcome("oktopk", 1, 0.4, 0.45, bytes_sent=50.0),
-        outcome("oktopk", 2, 0.6, status="diverged", bytes_sent=50.0),
+        first,
+        replace(second, alone=False),
+        outcome("oktopk", 1, 0.4, 0.55, bytes_sent=50.0),
+        outcome("oktopk", 2, 0.6, status="diverged", bytes_sent=10.0),
         outcome("topkA", 1, status="diverged"),
     ]
-    lines = markdown(columns(STUDY, "100mbit", "1gbit"), rows(STUDY, made)).splitlines()
+    two = replace(STUDY, seeds=(1, 2))
+    lines = markdown(columns(two, "100mbit", "1gbit"), rows(two, made)).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells == [
         ["variant", "final accuracy", "behind", "within 1 std", "sent by a worker", "of dense", "steps to 0.5",
          "simulated, 100mbit", "measured, 1gbit"],
         ["---"] * 9,
-        ["dense", "0.6250 ± 0.1768", "+0.0000", "yes", "200 B", "100.0%", "20", "4.0 s", "2.0 s"],
-        ["oktopk", "0.4500 (1 of 2 diverged)", "+0.1750", "NO", "50 B", "25.0%", "10", "2.0 s (1 of 2)",
-         "1.0 s (1 of 2)"],
-        ["topkA", "- (1 of 1 diverged)", "-", "NO", "0 B", "0.0%", "-", "-", "-"],
+        ["dense", "0.6250 ± 0.1768", "+0.0000", "yes", "200 B", "100.0%", "20", "4.0 s", "2.0 s (1 of 2)"],
+        ["oktopk", "0.5500 (1 of 2), 1 diverged", "+0.0750", "NO", "50 B", "25.0%", "20 (1 of 2)", "4.0 s (1 of 2)",
+         "2.0 s (1 of 2)"],
+        ["topkA", "- (0 of 2), 1 diverged", "-", "NO", "-", "-", "-", "-", "-"],
     ]  # fmt: skip
 
 

@@ -35,11 +35,14 @@ def bucket(phase: str, n: int = N, k: int | None = None) -> Bucket:
 def step(
     number: int, bytes_sent: int, *buckets: Bucket, seconds: Mapping[str, float] | None = None, skipped: bool = False
 ) -> Step:
+    """Of which the last bucket sent everything."""
     phase = "sparse" if any(each.phase == "sparse" for each in buckets) else "dense"
-    return Step(number, 0, phase, 0.0, 1.0, 0.5, skipped, 8, bytes_sent, seconds or {}, buckets)
+    carrying = [*buckets[:-1], *(replace(each, bytes_sent=bytes_sent) for each in buckets[-1:])]
+    return Step(number, 0, phase, 0.0, 1.0, 0.5, skipped, 8, bytes_sent, seconds or {}, carrying)
 
 
-def run(steps: Sequence[Step], compressor: str = "oktopk", norm_clip: float = 0.0) -> Run:
+def run(steps: Sequence[Step], compressor: str = "oktopk", norm_clip: float = 1.0) -> Run:
+    """Clipped, unless said otherwise: then nothing is hidden behind backward."""
     config = Values({"compressor": compressor, "norm_clip": norm_clip})
     return Run(Path("made"), "made", config, Values({}), steps, [], {}, [], [])
 
@@ -95,20 +98,34 @@ def test_dense_steps_of_a_sparse_run_are_counted_as_dense() -> None:
 
 
 def test_a_bucket_that_stays_dense_beside_sparse_ones_is_counted_as_dense() -> None:
-    """Bytes are shared out by what each bucket has to send."""
     link = Link(1e-4, 1e-5, seconds_per_byte=1e-8, dense_byte_s=3e-8)
     clock = replace(CLOCK, link=link)
-    mixed = [bucket("sparse", 100_000, 3000), bucket("dense", 1000)]
-    taken = [clock.seconds_after(run([step(0, num_bytes, *mixed)]))[1] for num_bytes in (0, 40_000)]
-    assert taken[1] - taken[0] == pytest.approx(30_000 * 1e-8 + 10_000 * 3e-8)
+    sparse, dense = bucket("sparse", 100_000, 3000), bucket("dense", 1000)
+
+    def taken(sparse_bytes: int, dense_bytes: int) -> float:
+        carrying = [replace(sparse, bytes_sent=sparse_bytes), replace(dense, bytes_sent=dense_bytes)]
+        return clock.seconds_after(run([replace(step(0, 0), buckets=carrying)]))[1]
+
+    assert taken(30_000, 10_000) - taken(0, 0) == pytest.approx(30_000 * 1e-8 + 10_000 * 3e-8)
+
+
+@pytest.mark.parametrize(("compressor", "num_bytes"), [("oktopk", 9000), ("topkDSA", 9000), ("gtopk", 13_000)])
+def test_a_link_carries_both_ways_at_once_and_a_tree_one_way_after_the_other(compressor: str, num_bytes: int) -> None:
+    both = replace(bucket("sparse"), bytes_sent=4000, bytes_received=9000)
+    with_bytes, without = (
+        CLOCK.seconds_after(run([replace(step(0, 0), buckets=[each])], compressor))[1]
+        for each in (both, bucket("sparse"))
+    )
+    assert with_bytes - without == pytest.approx(num_bytes * 8 / RATE)
 
 
 def test_bytes_can_hide_behind_backward() -> None:
-    mine = run([step(0, 100_000, bucket("sparse"), bucket("sparse"))])
-    beside = replace(CLOCK, compute=replace(ONE_BY_ONE, hidden=True))
-    bare = replace(beside, compute=replace(beside.compute, backward_s=0.0))
-    assert beside.seconds_after(mine)[1] < CLOCK.seconds_after(mine)[1]
-    assert beside.seconds_after(mine)[1] < bare.seconds_after(mine)[1] + ONE_BY_ONE.backward_s
+    """Unless gradients are clipped first: then buckets wait for the end of backward."""
+    early = step(0, 0, replace(bucket("sparse"), bytes_sent=100_000), bucket("sparse"))
+    beside, behind = (CLOCK.seconds_after(run([early], norm_clip=clip))[1] for clip in (0.0, 5.0))
+    bare = replace(CLOCK, compute=replace(ONE_BY_ONE, backward_s=0.0)).seconds_after(run([early], norm_clip=0.0))[1]
+    assert beside < behind
+    assert beside < bare + ONE_BY_ONE.backward_s
 
 
 def test_a_step_that_was_skipped_takes_time_too() -> None:
@@ -159,11 +176,7 @@ def test_computing_is_the_median_over_all_runs(monkeypatch: pytest.MonkeyPatch) 
     assert (clock.link, clock.machine, clock.num_workers) == (LINK, MACHINE, 4)
 
 
-@pytest.mark.parametrize(("clips", "hidden"), [([0.0, 0.0], True), ([0.0, 5.0], False), ([5.0, 5.0], False)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_nothing_hides_behind_backward_where_gradients_are_clipped(
-    monkeypatch: pytest.MonkeyPatch, clips: list[float], hidden: bool, device: str
-) -> None:
-    runs = [run([step(0, 1, bucket("dense"))], norm_clip=clip) for clip in clips]
-    clock, _, _ = made_clock(runs, monkeypatch, device)
-    assert (clock.compute.hidden, clock.compute.shared) == (hidden, device == "cpu")
+def test_reducing_takes_the_cores_of_backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    clock, _, _ = made_clock([run([step(0, 1, bucket("dense"))])], monkeypatch, device)
+    assert clock.compute.shared is (device == "cpu")

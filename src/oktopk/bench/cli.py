@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from oktopk.bench import quick
@@ -17,6 +16,7 @@ from oktopk.bench.options import CONTENDERS, OURS, PEERS, PREDICTABLE, TASKS, WI
 from oktopk.bench.world import WorkerFailed
 from oktopk.console import words as read
 from oktopk.console.files import check_folder, write_results
+from oktopk.console.stopping import terminable
 from oktopk.console.tables import Row, table
 from oktopk.console.words import LOOPBACK, LineParser, UsageError
 from oktopk.registry import ALIASES, REDUCERS
@@ -42,9 +42,9 @@ class _Parser(LineParser):
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 2 where the user asked for something that cannot be, 1 where a worker failed."""
-    before = signal.signal(signal.SIGTERM, _end)
     try:
-        return _bench(arguments)
+        with terminable():
+            return _bench(arguments)
     except UsageError as error:
         print(f"oktopk: {error}", file=sys.stderr)
         return 2
@@ -54,8 +54,6 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("oktopk: stopped; nothing was written", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -97,12 +95,6 @@ def _loader(name: str) -> Callable[[], Callable[[Options], list[Row]]]:
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"oktopk.bench.{name}")
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Being told to end is like Ctrl-C: what was set up is taken down."""
-    del number, frame
-    raise KeyboardInterrupt
 
 
 # --- what can be asked

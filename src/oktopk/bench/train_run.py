@@ -9,6 +9,7 @@ from oktopk import launch
 from oktopk.bench.options import Options
 from oktopk.bench.place import Job, Place, Tell
 from oktopk.console.tables import figure
+from oktopk.console.words import UsageError
 from oktopk.launch import Member, choose_device
 from oktopk.registry import make_communicator
 from oktopk.train.config import make_config
@@ -23,25 +24,31 @@ FINISHED, DIVERGED = "finished", "diverged"
 
 
 def measure(place: Place, options: Options, job: Job, tell: Tell) -> str:
-    """Train by `job["config"]`, over the workers' own communicator; how it ended."""
+    """Train by `job["config"]`; how it ended. UsageError where the task does not validate `job["metric"]`."""
     among = launch.Place("study", place.rank, place.size, place.rank, place.size)
-    member = Member(among, make_communicator("torch", options.timeout_s), choose_device(options.device, among))
+    comm = make_communicator("torch", options.timeout_s)
     try:
-        train(make_config(job["config"]), member, _Told(tell))
+        train(make_config(job["config"]), Member(among, comm, choose_device(options.device, among)), _Told(job, tell))
     except TrainingStopped:  # on all workers in the same step: they can go on with another run
         return DIVERGED
+    finally:
+        comm.close()
     return FINISHED
 
 
 class _Told(Silent):
     """Says every epoch."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, job: Job, tell: Tell) -> None:
+        self._metric: str = job["metric"]
         self._tell = tell
         self._num_epochs = 0
 
     def plan(self, trainer: Trainer) -> None:
         super().plan(trainer)
+        if self._metric not in trainer.metrics:
+            known = ", ".join(trainer.metrics)
+            raise UsageError(f"metric={self._metric!r}: {trainer.config.task} has none of that name; it has {known}")
         self._num_epochs = -(-trainer.num_steps // trainer.steps_per_epoch)
 
     def epoch_done(self, record: Mapping[str, Any], metrics: Mapping[str, str]) -> None:

@@ -21,6 +21,12 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     return "\n".join([shown[0], "-" * len(shown[0]), *(line.rstrip() for line in shown[1:])])
 
 
+def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    lines = [[title for title, _ in columns], ["---"] * len(columns)]
+    lines += [[show(row).replace("|", "\\|") for _, show in columns] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def figure(value: float | None, spec: str = ".3g") -> str:
     return "-" if value is None else format(value, spec)
 

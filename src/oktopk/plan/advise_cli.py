@@ -22,10 +22,9 @@ from oktopk.plan.advise import DENSITIES, Answer, Question, advise, describe, du
 from oktopk.plan.asked import Asked, add_options, read_options
 from oktopk.plan.calibrate import Calibration, calibrate, measure_machine
 from oktopk.plan.check import Check, checked
-from oktopk.plan.model import Link, Machine
+from oktopk.plan.model import PER_MESSAGE_S, Link, Machine
 from oktopk.plan.stored import write_calibration
 
-PER_MESSAGE_S = 20e-6
 _COLUMNS: tuple[Column, ...] = (
     ("reducer", lambda row: row["reducer"]),
     ("density", lambda row: "-" if row["reducer"] == "dense" else figure(row["density"], "g")),

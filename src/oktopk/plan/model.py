@@ -17,6 +17,8 @@ _SMALL_SHARE = 40
 """Of so few elements, some rank holds twice as many by chance: then oktopk evens shares out."""
 _APPLYING = 0.2
 """Of what choosing and applying an element costs, the part for applying it."""
+PER_MESSAGE_S = 20e-6
+"""Of a message on a link that is given in figures."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from oktopk.console.tables import Column, Row, figure, table
 from oktopk.console.words import LineParser
 from oktopk.launch import check_device
 from oktopk.plan.advise import REDUCERS, Question, duration
-from oktopk.plan.advise_cli import PER_MESSAGE_S
 from oktopk.plan.asked import add_options, read_options
 from oktopk.plan.calibrate import measure_machine
-from oktopk.plan.model import Link, Machine
+from oktopk.plan.model import PER_MESSAGE_S, Link, Machine
 from oktopk.plan.scaling import Grid, crossover, scale
 from oktopk.plan.stored import read_calibration
 

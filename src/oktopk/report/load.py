@@ -159,6 +159,8 @@ def _bucket(values: Values) -> Bucket:
         global_threshold=values.number("global_threshold"),
         compression_ratio=values.number("compression_ratio"),
         seconds=values.seconds(),
+        bytes_sent=values.count("bytes_sent"),
+        bytes_received=values.count("bytes_received"),
     )
 
 

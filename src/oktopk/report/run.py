@@ -30,6 +30,8 @@ class Bucket:
     global_threshold: float | None
     compression_ratio: float | None
     seconds: Mapping[str, float]
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 @dataclass(frozen=True)

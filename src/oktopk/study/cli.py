@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -18,12 +16,13 @@ from oktopk.bench.world import WorkerFailed
 from oktopk.console import words
 from oktopk.console.files import check_folder, write_results, write_text
 from oktopk.console.progress import Progress
-from oktopk.console.tables import table
+from oktopk.console.stopping import terminable
+from oktopk.console.tables import markdown, table
 from oktopk.console.words import LOOPBACK, LineParser, UsageError
 from oktopk.launch import DEVICE_NAMES, check_device
 from oktopk.plan.advise import duration
-from oktopk.plan.advise_cli import PER_MESSAGE_S
-from oktopk.plan.model import Link
+from oktopk.plan.model import PER_MESSAGE_S, Link
+from oktopk.report.run import Run as LoadedRun
 from oktopk.study.definition import (
     Study,
     checked_seeds,
@@ -33,30 +32,31 @@ from oktopk.study.definition import (
     read_study,
     study_names,
 )
-from oktopk.study.outcome import load
-from oktopk.study.running import Conditions, do_runs, done_before
-from oktopk.study.summary import columns, markdown, rows
+from oktopk.study.outcome import Outcome, load
+from oktopk.study.running import Conditions, alone_in, do_runs, done_before
+from oktopk.study.summary import columns, rows
 from oktopk.study.times import Clock
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 2 where the user asked for something that cannot be, 1 where a worker failed."""
-    before = signal.signal(signal.SIGTERM, _end)
+    """The exit code: 2 where the user asked for something that cannot be, 1 where a worker or the disk failed."""
+    progress = Progress()
     try:
-        return _study(arguments)
+        with terminable():
+            return _study(arguments, progress)
     except LinksUnavailable as error:
         raise UsageError(f"--link: {error}") from error
-    except WorkerFailed as error:
-        print(f"oktopk: {error}; finished runs are kept, the same command goes on from there", file=sys.stderr)
+    except (WorkerFailed, OSError) as error:
+        progress.end()
+        print(f"oktopk: {error}; finished runs are kept, and not done again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        progress.end()
         print("oktopk: stopped; finished runs are kept, the same command goes on from there", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
-def _study(arguments: Sequence[str]) -> int:
+def _study(arguments: Sequence[str], progress: Progress) -> int:
     options = _parser().parse_args(list(arguments))
     check_device(options.device)
     study = _asked(options)
@@ -74,10 +74,10 @@ def _study(arguments: Sequence[str]) -> int:
     if conditions.link != LOOPBACK and conditions.num_jobs > 1:
         raise UsageError(f"--jobs={conditions.num_jobs}: runs beside each other share the link; use --jobs 1")
     start = time.monotonic()
-    progress = Progress()
     if not options.table_only:
         check_folder(folder)
-        do_runs(runs, conditions, progress, lambda run, done: load(run, study, done))
+        with alone_in(folder):
+            do_runs(runs, study.metric, conditions, progress)
         progress.end()
     _write(study, folder, arguments, conditions, options, time.monotonic() - start)
     return 0
@@ -85,10 +85,10 @@ def _study(arguments: Sequence[str]) -> int:
 
 def _asked(options: Any) -> Study:
     study = read_study(options.study)
-    settings = {**study.settings, **parse_settings(options.set)}
+    settings = parse_settings(options.set)
     if options.data_dir:
         settings["data_dir"] = options.data_dir
-    study = replace(study, settings=settings)
+    study = study.with_settings(settings)
     if options.seeds:
         study = replace(study, seeds=checked_seeds(options.seeds, "--seeds"))
     if options.only:
@@ -107,14 +107,21 @@ def _write(
         raise UsageError(f"{folder}: holds no finished run of this study; leave --table-only out")
     loaded = [load(run, study, how) for run, how in done]
     link = Link.of_figures(words.bits_per_s(options.simulate), options.latency, PER_MESSAGE_S)
-    clock = Clock.of([run for _, run in loaded], link, conditions.num_workers, conditions.device)
+    timed = _best_timed(study, loaded)
+    clock = Clock.of([run for _, run in timed], link, conditions.num_workers, conditions.device)
     outcomes = [outcome.with_times(clock.seconds_after(run)) for outcome, run in loaded]
     found = rows(study, outcomes)
     shown = columns(study, options.simulate, conditions.link)
-    compute_s = clock.compute.forward_s + clock.compute.backward_s
+    beside = "" if all(outcome.alone for outcome, _ in timed) else " (beside other runs)"
     about = (
-        f"{study.name}: {study.preset}, {conditions.num_workers} workers on {conditions.device}, "
-        f"seeds {' '.join(map(str, study.seeds))}; computing a step takes {duration(compute_s)}"
+        f"{study.name}: {study.preset}, {conditions.num_workers} workers on {conditions.device}, one thread each, over "
+        f"Gloo, seeds {' '.join(map(str, study.seeds))}; computing a step takes {duration(clock.compute_s)}{beside}"
+    )
+    notes = (
+        f"behind: how much worse than {study.baseline}; bytes and times are means over seeds",
+        "simulated: computing as measured, bytes as counted by the first worker, rounds of "
+        f"{duration(options.latency)} and kernels by the cost model; validations not counted",
+        "measured: validations included; only of runs that had the machine to themselves",
     )
     write_results(
         folder / "study.json",
@@ -122,17 +129,16 @@ def _write(
         found,
         seconds,
         about=about,
+        notes=notes,
         study={key: value for key, value in asdict(study).items() if key != "variants"},
-        compute_s=compute_s,
+        link=conditions.link,
+        simulated_link=options.simulate,
+        clock=asdict(clock),
         runs=[asdict(outcome) for outcome in outcomes],
     )
-    write_text(folder / "study.md", f"{about}\n\n{markdown(shown, found)}")
-    print(f"\n{about}\n\n{table(shown, found)}\n")
-    print(f"behind: how much worse than {study.baseline}; bytes and times are means over seeds")
-    print("measured: validations included; only of runs that had the machine to themselves")
-    print(
-        f"simulated: computing as measured, bytes as counted, rounds of {duration(options.latency)} by the cost model"
-    )
+    listed = "".join(f"- {note}\n" for note in notes)
+    write_text(folder / "study.md", f"{about}\n\n{markdown(shown, found)}\n{listed}")
+    print("\n".join(["", about, "", table(shown, found), "", *notes]))
     try:
         from oktopk.study.plot import draw_curves, draw_finals
     except ImportError:
@@ -143,10 +149,10 @@ def _write(
     print(folder / "study.json")
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Being told to end is like Ctrl-C: what was set up is taken down."""
-    del number, frame
-    raise KeyboardInterrupt
+def _best_timed(study: Study, loaded: Sequence[tuple[Outcome, LoadedRun]]) -> Sequence[tuple[Outcome, LoadedRun]]:
+    """The runs to take the time of computing from: the first variant's, undisturbed ones where there are any."""
+    base = [(outcome, run) for outcome, run in loaded if outcome.variant == study.baseline and run.steps]
+    return [(outcome, run) for outcome, run in base if outcome.alone] or base or loaded
 
 
 def _parser() -> LineParser:

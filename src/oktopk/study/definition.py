@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,8 @@ _KEYS = {
 }
 _OWN = ("name", "out_dir", "seed", "resume", "quiet", "report", "checkpoint_every", "device", "comm")
 """Settings that a study chooses itself."""
+_SAME_FOR_ALL = ("task", "workers", "batch_size", "nsteps_update", "epochs", "max_steps")
+"""Settings that make up the budget, which variants share."""
 _NO_DIFFERENCE = ("out_dir", "timeout_s", "device")
 """Settings that a finished run may differ in from one that is asked for."""
 
@@ -82,6 +84,13 @@ class Study:
         }
         return Run(variant, seed, load_config(self.preset, {**self.settings, **self.variants[variant], **own}))
 
+    def with_settings(self, settings: Mapping[str, Any]) -> Study:
+        """UsageError for one that variants have of their own: their names would not be true any more."""
+        for key in settings:
+            if any(key in changes for changes in self.variants.values()):
+                raise UsageError(f"--set: {key!r}: variants differ in it; change a copy of the study's TOML file")
+        return replace(self, settings={**self.settings, **settings})
+
     def reached(self, value: float | None) -> bool:
         return value is not None and (value >= self.target if self.higher_is_better else value <= self.target)
 
@@ -125,8 +134,9 @@ def _checked(path: Path, values: dict[str, Any]) -> Study:
         if not isinstance(changes, dict):
             raise UsageError(f"{path}: variants: {name!r} must be a table of settings, such as {{ density = 0.01 }}")
         _check_free(f"{path}: variants: {name!r}", cast("dict[str, Any]", changes))
-        if "workers" in changes:
-            raise UsageError(f"{path}: variants: {name!r}: 'workers' is the same for all; set it under [settings]")
+        for key in _SAME_FOR_ALL:
+            if key in changes:
+                raise UsageError(f"{path}: variants: {name!r}: {key!r} is the same for all; set it under [settings]")
     for a, b in ((a, b) for a in variants for b in variants if a < b):
         if slug(a) == slug(b):
             raise UsageError(f"{path}: variants: {a!r} and {b!r} would share a folder; name them more differently")

@@ -35,14 +35,11 @@ class Outcome:
     status: str
     alone: bool
     """It had the machine to itself: its times mean something."""
+    final: float | None
+    """None for a run that diverged, or whose last validation gave no number: what it had before does not count."""
     curve: Sequence[Point]
     bytes_sent: float
     """By the average worker, in the whole run."""
-
-    @property
-    def final(self) -> float | None:
-        """None for a run that diverged: what it had reached before does not count."""
-        return self.curve[-1].value if self.curve and self.status == FINISHED else None
 
     def first_reached(self, study: Study) -> Point | None:
         return next((point for point in self.curve if study.reached(point.value)), None)
@@ -55,11 +52,12 @@ class Outcome:
 
 
 def load(run: Run, study: Study, done: Done) -> tuple[Outcome, LoadedRun]:
-    """UsageError where the task has no such metric."""
+    """With the run that it is of; UsageError where the task has no such metric."""
     found = load_run(run.folder)
     known = {key for epoch in found.epochs for key in epoch.metrics}
     if found.epochs and study.metric not in known:
-        raise UsageError(f"metric={study.metric!r}: {run.config.task} has none of that name; it has {_listed(known)}")
+        has = ", ".join(sorted(known)) or "none"
+        raise UsageError(f"metric={study.metric!r}: {run.config.task} has none of that name; it has {has}")
     own = [0, *accumulate(step.bytes_sent for step in found.steps)]
     sent = [sums.get("bytes_sent", 0.0) for sums in found.ranks.values()]
     ends = [min(epoch.step, len(own) - 1) for epoch in found.epochs if epoch.step is not None]
@@ -67,12 +65,11 @@ def load(run: Run, study: Study, done: Done) -> tuple[Outcome, LoadedRun]:
     # of the average worker, to the first, whose every step is logged; of the others whole epochs are known
     share = sum(sent) / len(sent) / in_epochs if sent and in_epochs else 1.0
     curve = [
-        Point(epoch.step, value, epoch.time_s or 0.0, share * own[min(epoch.step, len(own) - 1)])
+        Point(epoch.step, value, epoch.time_s, share * own[min(epoch.step, len(own) - 1)])
         for epoch in found.epochs
-        if epoch.step is not None and (value := epoch.metrics.get(study.metric)) is not None
+        if epoch.step is not None
+        and epoch.time_s is not None
+        and (value := epoch.metrics.get(study.metric)) is not None
     ]
-    return Outcome(run.variant, run.seed, done.status, done.alone, curve, share * own[-1]), found
-
-
-def _listed(words: set[str]) -> str:
-    return ", ".join(sorted(words)) or "none"
+    final = found.epochs[-1].metrics.get(study.metric) if found.epochs and done.status == FINISHED else None
+    return Outcome(run.variant, run.seed, done.status, done.alone, final, curve, share * own[-1]), found

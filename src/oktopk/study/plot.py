@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,13 +59,14 @@ def draw_curves(study: Study, outcomes: Sequence[Outcome], link: str, path: Path
     ways: tuple[tuple[str, Callable[[Point], float], bool], ...] = (
         ("steps", lambda point: point.step, False),
         ("bytes sent by a worker", lambda point: point.bytes_sent, True),
-        (f"simulated seconds at {link}", lambda point: point.simulated_s or 0.0, True),
+        (f"simulated seconds at {link}", lambda point: point.simulated_s or math.nan, True),
     )
-    names = [name for name in study.variants if any(each.variant == name and each.curve for each in outcomes)]
+    kept = [each for each in outcomes if each.final is not None]
+    names = [name for name in study.variants if any(each.variant == name for each in kept)]
     for place, (label, across, is_log) in enumerate(ways):
         axes = figure.add_subplot(1, len(ways), place + 1)
         for name, colour in zip(names[:_MOST_CURVES], _COLOURS, strict=False):
-            curves = [each.curve for each in outcomes if each.variant == name and each.curve]
+            curves = [each.curve for each in kept if each.variant == name]
             whole = min(len(curve) for curve in curves)
             at = list(range(whole))
             xs = [statistics.fmean(across(curve[i]) for curve in curves) for i in at]
@@ -81,7 +83,9 @@ def draw_curves(study: Study, outcomes: Sequence[Outcome], link: str, path: Path
         if place == 0 and names:
             axes.set_ylabel(study.metric)
             axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{study.name}: mean over seeds, one standard deviation shaded, target dotted", x=0.01, ha="left")
+    some = f"the first {_MOST_CURVES} of {len(names)} variants, " if len(names) > _MOST_CURVES else ""
+    title = f"{study.name}: {some}mean over seeds, one standard deviation shaded, target dotted"
+    figure.suptitle(title, x=0.01, ha="left")
     _save(figure, path)
 
 
@@ -99,4 +103,6 @@ def _plain(axes: Axes) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     figure.tight_layout()
-    figure.savefig(str(path), metadata={"Software": None})
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(str(temporary), format="png", metadata={"Software": None})
+    temporary.replace(path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from oktopk.console.files import write_text
 from oktopk.console.progress import Progress
 from oktopk.console.words import UsageError
 from oktopk.study.definition import Run
+from oktopk.train.config import TrainConfig
 
 _CONDITIONS = "conditions.json"
 
@@ -59,17 +62,26 @@ def done_before(run: Run, conditions: Conditions) -> Done | None:
     return Done(str(how.get("status")), how.get("num_jobs") == 1)
 
 
-def do_runs(
-    runs: Sequence[Run], conditions: Conditions, progress: Progress, check: Callable[[Run, Done], object]
-) -> None:
-    """Those that were not done before; each is checked. The first failure ends it all, and what is done stays done."""
+@contextmanager
+def alone_in(folder: Path) -> Generator[None]:
+    """UsageError where another study is at work in that folder: they would remove each other's runs."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"--out: '{folder}': another study is at work there; wait, or choose another") from error
+        yield
+
+
+def do_runs(runs: Sequence[Run], metric: str, conditions: Conditions, progress: Progress) -> None:
+    """Those that were not done before. The first failure ends it all: WorkerFailed, and what is done stays done."""
     pending = [run for run in runs if done_before(run, conditions) is None]
     if not pending:
         return
     shared = _Shared(pending, len(runs), progress)
     with seats(conditions.num_workers, conditions.link) as places:
         threads = [
-            threading.Thread(target=_work, args=(shared, conditions, places, check), daemon=True)
+            threading.Thread(target=_work, args=(shared, metric, conditions, places), daemon=True)
             for _ in range(min(conditions.num_jobs, len(pending)))
         ]
         for thread in threads:
@@ -94,12 +106,21 @@ class _Shared:
 
     def next(self) -> Run | None:
         """None where there is none left, or something went wrong."""
-        if self.failure is not None or self._waiting.empty():
+        if self.failure is not None:
             return None
-        run = self._waiting.get()
+        try:
+            run = self._waiting.get_nowait()
+        except queue.Empty:
+            return None
         with self._lock:
             self._progress.part(f"{self._done} of {self._total} runs done; now {run.variant}, seed {run.seed}")
         return run
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.failure is None:
+                self._progress.note("stopping: what others are at is finished first")
+            self.failure = self.failure or error
 
     def done(self, run: Run, how: str) -> None:
         with self._lock:
@@ -112,23 +133,34 @@ class _Shared:
             self._progress.detail(f"{self._done} of {self._total} runs done; {text}")
 
 
-def _work(
-    shared: _Shared, conditions: Conditions, places: Sequence[Seat], check: Callable[[Run, Done], object]
-) -> None:
+def _work(shared: _Shared, metric: str, conditions: Conditions, places: Sequence[Seat]) -> None:
     """Run after run, in one world."""
     options = Options(what="train_run", device=conditions.device, timeout_s=conditions.timeout_s)
     try:
         with BenchWorld(places, options) as world:
+
+            def train(config: TrainConfig) -> str:
+                shutil.rmtree(config.run_folder, ignore_errors=True)  # what a run that was stopped half way left
+                job = {"what": "train_run", "options": asdict(options), "config": config.as_dict(), "metric": metric}
+                return world.run(job, shared)[0]
+
+            is_warm = False
             while run := shared.next():
-                if (run.folder / "config.json").is_file():  # a run that was stopped half way
-                    shutil.rmtree(run.folder)
-                job = {"what": "train_run", "options": asdict(options), "config": run.config.as_dict()}
-                how: str = world.run(job, shared)[0]
+                if not is_warm:
+                    train(_short(run.config))
+                    shutil.rmtree(_short(run.config).run_folder)
+                    is_warm = True
+                how = train(run.config)
                 write_text(run.folder / _CONDITIONS, json.dumps({"status": how, **asdict(conditions)}) + "\n")
-                check(run, Done(how, conditions.num_jobs == 1))
                 shared.done(run, how)
     except BaseException as error:
-        shared.failure = shared.failure or error
+        shared.fail(error)
+
+
+def _short(config: TrainConfig) -> TrainConfig:
+    """A few steps of both phases: what is loaded and compiled for a first run must not count as its time."""
+    name = f"{config.name}-warming-up"
+    return replace(config, name=name, compressor="oktopk", warmup_steps=1, max_steps=3, density_ramp_steps=0)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

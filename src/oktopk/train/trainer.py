@@ -172,6 +172,8 @@ class Trainer:
             with meter.time("backward"):
                 # a loss that is not finite must reach the check of the gradients, whatever its own gradient is
                 (loss if value - value == 0.0 else loss * float("nan")).backward()
+                if self._member.device.type == "cuda":  # else the GPU's part of it would count as waiting
+                    torch.cuda.synchronize(self._member.device)
             total += value
         try:
             with meter.time("wait"):

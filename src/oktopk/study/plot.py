@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from oktopk.console.tables import Row
 from oktopk.study.definition import Study
@@ -47,8 +48,7 @@ def draw_finals(study: Study, rows: Sequence[Row], path: Path) -> None:
     _title(
         axes,
         f"{study.name}: what each variant reaches",
-        f"small: each of {rows[0]['runs']} seeds; bars: one standard deviation; grey: {study.baseline}; "
-        "crosses: further behind",
+        f"small: each run; bars: one standard deviation; grey: {study.baseline}; crosses: further behind",
     )
     _save(figure, path)
 
@@ -78,6 +78,7 @@ def draw_curves(study: Study, outcomes: Sequence[Outcome], link: str, path: Path
         axes.axhline(study.target, color=_GREY, linestyle=":", linewidth=1)
         if is_log:
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())  # they would lie on top of each other
         axes.set_xlabel(label)
         _plain(axes)
         if place == 0 and names:

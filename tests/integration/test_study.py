@@ -120,7 +120,7 @@ def workers_of(mark: str) -> list[int]:
 def test_the_results_are_there(trained: Trained) -> None:
     assert trained.code == 0, trained.err
     assert {path.name for path in trained.folder.iterdir()} == {
-        *FOLDERS, "study.json", "study.md", "finals.png", "curves.png",
+        ".lock", *FOLDERS, "study.json", "study.md", "finals.png", "curves.png",
     }  # fmt: skip
     results = trained.results
     assert shlex.split(results["command"]) == ["oktopk", *trained.command]

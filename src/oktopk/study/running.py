@@ -102,6 +102,7 @@ class _Shared:
         self._lock = threading.Lock()
         self._progress = progress
         self._total, self._done = total, total - len(pending)
+        self._at_work = 0
         self.failure: BaseException | None = None
 
     def next(self) -> Run | None:
@@ -113,18 +114,21 @@ class _Shared:
         except queue.Empty:
             return None
         with self._lock:
+            self._at_work += 1
             self._progress.part(f"{self._done} of {self._total} runs done; now {run.variant}, seed {run.seed}")
         return run
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
-            if self.failure is None:
-                self._progress.note("stopping: what others are at is finished first")
+            self._at_work -= 1
+            if self._at_work > 0:
+                self._progress.note("stopping: the other runs that have begun are finished first")
             self.failure = self.failure or error
 
     def done(self, run: Run, how: str) -> None:
         with self._lock:
             self._done += 1
+            self._at_work -= 1
             if how != FINISHED:
                 self._progress.note(f"{run.variant}, seed {run.seed}: {how}")
 

@@ -125,7 +125,8 @@ def test_the_results_are_there(trained: Trained) -> None:
     results = trained.results
     assert shlex.split(results["command"]) == ["oktopk", *trained.command]
     assert {"cpu", "cores", "memory_gib", "python", "torch", "date"} <= set(results["machine"])
-    assert results["compute_s"] > 0
+    assert results["clock"]["compute"]["backward_s"] > 0
+    assert (results["link"], results["simulated_link"]) == ("loopback", "1gbit")
     assert [row["variant"] for row in results["rows"]] == ["dense", "wild", "oktopk"]
     assert [(run["variant"], run["seed"]) for run in results["runs"]] == [
         (variant, seed) for seed in (1, 2) for variant in ("dense", "wild", "oktopk")
@@ -264,7 +265,7 @@ def test_a_failing_worker_is_one_line_and_finished_runs_stay(
     assert progress[0].endswith("2 of 4 runs done; now lost, seed 1")
     assert last.startswith("oktopk: worker ")
     assert "/nowhere/at/all" in last
-    assert last.endswith("finished runs are kept, the same command goes on from there")
+    assert last.endswith("finished runs are kept, and not done again")
     assert said.out == ""
     assert contents(folder) == before
     assert workers_of(str(os.getpid())) == []

@@ -55,7 +55,7 @@ def draw_finals(study: Study, rows: Sequence[Row], path: Path) -> None:
 
 def draw_curves(study: Study, outcomes: Sequence[Outcome], link: str, path: Path) -> None:
     """Means over seeds of the first variants, against steps, bytes and simulated seconds."""
-    figure = Figure(figsize=(12.6, 4.4), dpi=150, facecolor="white")
+    figure = Figure(figsize=(12.6, 4.8), dpi=150, facecolor="white")
     ways: tuple[tuple[str, Callable[[Point], float], bool], ...] = (
         ("steps", lambda point: point.step, False),
         ("bytes sent by a worker", lambda point: point.bytes_sent, True),
@@ -83,11 +83,11 @@ def draw_curves(study: Study, outcomes: Sequence[Outcome], link: str, path: Path
         _plain(axes)
         if place == 0 and names:
             axes.set_ylabel(study.metric)
-            axes.legend(frameon=False, fontsize=8)
+            figure.legend(*axes.get_legend_handles_labels(), loc="lower left", ncols=4, frameon=False, fontsize=8)
     some = f"the first {_MOST_CURVES} of {len(names)} variants, " if len(names) > _MOST_CURVES else ""
     title = f"{study.name}: {some}mean over seeds, one standard deviation shaded, target dotted"
     figure.suptitle(title, x=0.01, ha="left")
-    _save(figure, path)
+    _save(figure, path, below=0.1)
 
 
 def _title(axes: Axes, title: str, below: str) -> None:
@@ -102,8 +102,9 @@ def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    figure.tight_layout()
+def _save(figure: Figure, path: Path, below: float = 0.0) -> None:
+    """`below`: the part of the height that is kept free for a legend."""
+    figure.tight_layout(rect=(0.0, below, 1.0, 1.0))
     temporary = path.with_name(f".{path.name}")
     figure.savefig(str(temporary), format="png", metadata={"Software": None})
     temporary.replace(path)

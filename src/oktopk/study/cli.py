@@ -79,7 +79,11 @@ def _study(arguments: Sequence[str], progress: Progress) -> int:
         with alone_in(folder):
             do_runs(runs, study.metric, conditions, progress)
         progress.end()
-    _write(study, folder, arguments, conditions, options, time.monotonic() - start)
+    done = [(run, how) for run in runs if (how := done_before(run, conditions)) is not None]
+    if not done:
+        raise UsageError(f"{folder}: holds no finished run of this study; leave --table-only out")
+    loaded = [load(run, study, how) for run, how in done]
+    _write(study, loaded, folder, arguments, conditions, options, time.monotonic() - start)
     return 0
 
 
@@ -99,13 +103,15 @@ def _asked(options: Any) -> Study:
 
 
 def _write(
-    study: Study, folder: Path, arguments: Sequence[str], conditions: Conditions, options: Any, seconds: float
+    study: Study,
+    loaded: Sequence[tuple[Outcome, LoadedRun]],
+    folder: Path,
+    arguments: Sequence[str],
+    conditions: Conditions,
+    options: Any,
+    seconds: float,
 ) -> None:
-    """study.json, study.md and two pictures, from the runs that are there."""
-    done = [(run, how) for run in study.runs(folder) if (how := done_before(run, conditions)) is not None]
-    if not done:
-        raise UsageError(f"{folder}: holds no finished run of this study; leave --table-only out")
-    loaded = [load(run, study, how) for run, how in done]
+    """study.json, study.md and two pictures, of the runs that are there."""
     link = Link.of_figures(words.bits_per_s(options.simulate), options.latency, PER_MESSAGE_S)
     timed = _best_timed(study, loaded)
     clock = Clock.of([run for _, run in timed], link, conditions.num_workers, conditions.device)

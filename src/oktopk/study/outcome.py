@@ -60,12 +60,17 @@ def load(run: Run, study: Study, done: Done) -> tuple[Outcome, LoadedRun]:
         raise UsageError(f"metric={study.metric!r}: {run.config.task} has none of that name; it has {has}")
     own = [0, *accumulate(step.bytes_sent for step in found.steps)]
     sent = [sums.get("bytes_sent", 0.0) for sums in found.ranks.values()]
-    ends = [min(epoch.step, len(own) - 1) for epoch in found.epochs if epoch.step is not None]
-    in_epochs = own[ends[-1]] if ends else 0
+
+    def after(step: int) -> int:
+        """What the first worker had sent then; a log that was cut short ends before its last epoch does."""
+        return own[min(step, len(own) - 1)]
+
+    ends = [epoch.step for epoch in found.epochs if epoch.step is not None]
+    in_epochs = after(ends[-1]) if ends else 0
     # of the average worker, to the first, whose every step is logged; of the others whole epochs are known
     share = sum(sent) / len(sent) / in_epochs if sent and in_epochs else 1.0
     curve = [
-        Point(epoch.step, value, epoch.time_s, share * own[min(epoch.step, len(own) - 1)])
+        Point(epoch.step, value, epoch.time_s, share * after(epoch.step))
         for epoch in found.epochs
         if epoch.step is not None
         and epoch.time_s is not None

@@ -151,8 +151,9 @@ def _work(shared: _Shared, metric: str, conditions: Conditions, places: Sequence
             is_warm = False
             while run := shared.next():
                 if not is_warm:
-                    train(_short(run.config))
-                    shutil.rmtree(_short(run.config).run_folder)
+                    short = _short(run.config)
+                    train(short)
+                    shutil.rmtree(short.run_folder)
                     is_warm = True
                 how = train(run.config)
                 write_text(run.folder / _CONDITIONS, json.dumps({"status": how, **asdict(conditions)}) + "\n")

@@ -11,7 +11,28 @@ from numpy.typing import NDArray
 _JITTER = 0.05
 
 
-class BucketedBatches:
+class _FullBatches:
+    """Full batches, the same number of them for every rank: random samples are repeated until all are full."""
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int, size: int, seed: int) -> None:
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._rank = rank
+        self._size = size
+        self._seed = seed
+
+    @property
+    def num_batches(self) -> int:
+        """Batches per epoch and rank; the same on all ranks."""
+        return math.ceil(self._num_samples / (self._batch_size * self._size))
+
+    def _shuffled(self, generator: np.random.Generator) -> NDArray[np.int64]:
+        """The indices of an epoch, of all ranks."""
+        total = self.num_batches * self._batch_size * self._size
+        return generator.permutation(_fill_up(self._num_samples, total, generator))
+
+
+class BucketedBatches(_FullBatches):
     """Full batches of utterances of similar duration, the same number of them for every rank.
 
     An epoch, given by (seed, epoch) alone:
@@ -28,28 +49,19 @@ class BucketedBatches:
         for index, duration in enumerate(durations):
             if not 0.0 <= duration < math.inf:
                 raise ValueError(f"durations[{index}]={duration!r}: must be a finite number of seconds, at least 0")
+        super().__init__(len(durations), batch_size, rank, size, seed)
         self._durations = np.asarray(durations, dtype=np.float64)
-        self._batch_size = batch_size
-        self._rank = rank
-        self._size = size
-        self._seed = seed
-
-    @property
-    def num_batches(self) -> int:
-        """Batches per epoch and rank; the same on all ranks."""
-        return math.ceil(len(self._durations) / (self._batch_size * self._size))
 
     def batches(self, epoch: int) -> list[list[int]]:
         """This rank's batches of indices into durations; over all ranks each index appears at least once."""
         generator = _generator(self._seed, epoch)
-        filled = _fill_up(len(self._durations), self.num_batches * self._batch_size * self._size, generator)
-        filled = generator.permutation(filled)  # equal durations: in random order
+        filled = self._shuffled(generator)  # equal durations: in random order
         keys = self._durations[filled] * generator.uniform(1 - _JITTER, 1 + _JITTER, len(filled))
         groups = filled[np.argsort(keys, kind="stable")].reshape(self.num_batches, self._batch_size, self._size)
         return groups[generator.permutation(self.num_batches), :, self._rank].tolist()
 
 
-class ShuffledBatches:
+class ShuffledBatches(_FullBatches):
     """Full batches of samples in random order, the same number of them for every rank.
 
     An epoch, given by (seed, epoch) alone: random samples are repeated until all ranks' batches are full; all are
@@ -60,22 +72,11 @@ class ShuffledBatches:
         _check(batch_size, rank, size, seed)
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples!r}: there must be at least one sample")
-        self._num_samples = num_samples
-        self._batch_size = batch_size
-        self._rank = rank
-        self._size = size
-        self._seed = seed
-
-    @property
-    def num_batches(self) -> int:
-        """Batches per epoch and rank; the same on all ranks."""
-        return math.ceil(self._num_samples / (self._batch_size * self._size))
+        super().__init__(num_samples, batch_size, rank, size, seed)
 
     def batches(self, epoch: int) -> list[list[int]]:
         """This rank's batches of indices; over all ranks each appears as often as the others or once more."""
-        generator = _generator(self._seed, epoch)
-        filled = _fill_up(self._num_samples, self.num_batches * self._batch_size * self._size, generator)
-        shuffled = generator.permutation(filled)
+        shuffled = self._shuffled(_generator(self._seed, epoch))
         return shuffled.reshape(self.num_batches, self._batch_size, self._size)[:, :, self._rank].tolist()
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from oktopk.train.legacy import main
+from oktopk.workbench.train.legacy import main
 
 if __name__ == "__main__":
     sys.exit(main())

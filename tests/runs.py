@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.comm.counting import CommRecord
-from oktopk.metrics.profile import FileProfile
+from oktopk.workbench.recording.profile import FileProfile
 
 LOOP = ("io", "forward", "backward", "wait")
 REDUCTION = ("compensate", "select", "encode", "exchange", "combine", "apply")

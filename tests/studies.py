@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from oktopk.study.definition import Run, Study, read_study
-from oktopk.study.running import Conditions
+from oktopk.workbench.study.definition import Run, Study, read_study
+from oktopk.workbench.study.running import Conditions
 from tests.runs import Recipe, write_run
 
 CONTENT: dict[str, Any] = {

@@ -2,6 +2,6 @@
 
 import sys
 
-from oktopk.cli import main
+from oktopk.workbench.cli import main
 
 sys.exit(main())

@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from oktopk.apply import write_mean
+from oktopk.bucket import Bucket, Slot
+from oktopk.checks.conservation import Guard
+from oktopk.checks.finite import NonFiniteGradientError, Verdict, agree, largest_safe
 from oktopk.comm.base import Communicator
 from oktopk.comm.counting import CountingCommunicator, Traffic
-from oktopk.guard import Guard
+from oktopk.feedback.apply import write_mean
+from oktopk.feedback.residual import ErrorFeedback, MomentumResidual, Residual
 from oktopk.lanes import Lane, Lanes
+from oktopk.metrics.step_stats import Phase, StepStats
+from oktopk.metrics.stopwatch import StageClock, Stopwatch
 from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
-from oktopk.phases import NEVER, Phases, Plan
-from oktopk.precheck import NonFiniteGradientError, Verdict, agree, largest_safe
+from oktopk.reduce.base import Reduction
 from oktopk.reduce.dense import Dense
 from oktopk.reduce.timing import TimedExchange
 from oktopk.registry import (
@@ -27,11 +31,9 @@ from oktopk.registry import (
     make_selector,
     reducer_factory,
 )
-from oktopk.residual import ErrorFeedback, MomentumResidual, Residual
+from oktopk.schedule import NEVER, Phases, Plan
 from oktopk.select.timing import TimedSelector
 from oktopk.settings import WIRE_DTYPES, Settings
-from oktopk.stopwatch import StageClock, Stopwatch
-from oktopk.types import Bucket, Phase, Reduction, Slot, StepStats
 
 logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]

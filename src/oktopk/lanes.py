@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oktopk.bucket import Bucket, Slot
 from oktopk.comm.base import Communicator
 from oktopk.reduce.base import Reducer, ReducerSettings
 from oktopk.reduce.exchange import Exchange
@@ -13,7 +14,6 @@ from oktopk.registry import ReducerFactory
 from oktopk.select.base import Selector
 from oktopk.select.bucket_selector import BucketSelector
 from oktopk.settings import Settings
-from oktopk.types import Bucket, Slot
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.torch_ops import TorchKernels, digits
-from oktopk.types import SparseVector, ints, to_narrow
+from oktopk.sparse_vector import SparseVector, ints, to_narrow
 
 HEADER_BYTES = 32
 VERSION = 2

@@ -8,15 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from oktopk.checks.finite import largest_safe
 from oktopk.comm import CommRecord, CountingCommunicator
 from oktopk.comm.base import Communicator
-from oktopk.precheck import largest_safe
 from oktopk.reduce import ReducerSettings
+from oktopk.reduce.base import Reduction
 from oktopk.reduce.exchange import Exchange
 from oktopk.registry import make_communicator, make_kernels, make_selector, reducer_factory
 from oktopk.select.bucket_selector import BucketSelector
 from oktopk.settings import WIRE_DTYPES
-from oktopk.types import Reduction, SparseVector
+from oktopk.sparse_vector import SparseVector
 from tests import gradients
 
 LAW_TOLERANCE = 1e-5

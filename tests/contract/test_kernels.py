@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from oktopk.kernels.base import Kernels, Seen
 from oktopk.kernels.by_device import ByDevice, best_kernels, numba_kernels, triton_kernels
-from oktopk.kernels.torch_ops import TorchKernels
-from oktopk.types import SparseVector, hash_words
+from oktopk.kernels.torch_ops import TorchKernels, hash_words
+from oktopk.sparse_vector import SparseVector
 
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
 LARGEST = float(np.finfo(np.float32).max)
@@ -29,7 +29,7 @@ SIZES = [0, 1, 63, 64, 65, 1000, 4097]
 OFFSETS = [0, 1, 3, 16]  # in elements: 16 lie on a cache line again
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 UNTOUCHED = 77.0
-DIGITS = {  # (shift, number of bits), highest first: how oktopk.reduce.cut and the kernels look for a magnitude
+DIGITS = {  # (shift, number of bits), highest first: how reducers and kernels look for a magnitude
     "cut": ((23, 8), (15, 8), (7, 8), (0, 7)),
     "radix": ((20, 11), (9, 11), (0, 9)),
 }
@@ -558,7 +558,7 @@ def test_write_leaves_nothing_of_what_was_there(place: Place, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_write_takes_values_that_are_already_of_the_dtype(place: Place, dtype: torch.dtype) -> None:
-    """That is how a mean is written: see oktopk.apply."""
+    """That is how a mean is written: see oktopk.feedback.apply."""
     values = torch.tensor([1.5, -2.25, 0.1]).to(dtype)
     target = torch.ones(6, dtype=dtype, device=place.device)
     narrow = SparseVector(torch.tensor([0, 2, 5], device=place.device), values.to(place.device), 6)

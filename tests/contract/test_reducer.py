@@ -113,7 +113,7 @@ def test_law_in_bf16_over_gloo(name: str, gloo_worlds: dict[int, GlooWorld]) -> 
 @pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_safe_to_sum_stays_finite_and_lawful(name: str, wire_dtype: str) -> None:
-    """The largest that oktopk.precheck lets pass, on all ranks in the same places: no rounding carries it too far."""
+    """The largest that the check lets pass, on all ranks in the same places: no rounding carries it too far."""
     for size in (1, 2, 3, 4, 8):
         case = Case(name, "at_the_limit", n=60, k=12, steps=1, wire_dtype=wire_dtype)
         assert_lawful(simulate(size, lambda comm, case=case: drive(comm, case)))

@@ -16,18 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk import stopwatch
+from oktopk.checks.finite import largest_safe
 from oktopk.kernels.base import Kernels, Seen
 from oktopk.kernels.by_device import best_kernels, numba_kernels
 from oktopk.kernels.torch_ops import TorchKernels
-from oktopk.precheck import largest_safe
+from oktopk.metrics import stopwatch
+from oktopk.metrics.stopwatch import Stopwatch
 from oktopk.select.base import Selector
 from oktopk.select.bucket_selector import BucketSelector
 from oktopk.select.kernel_selector import KernelSelector
 from oktopk.select.timing import TimedSelector
 from oktopk.select.torch_ops import TorchSelector
-from oktopk.stopwatch import Stopwatch
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 from tests.gradients import Synthetic
 
 

@@ -19,17 +19,17 @@ import pytest
 import torch
 
 from oktopk import AllReducer, Bucket
-from oktopk.cli import main
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
 from oktopk.comm.pairwise import LENGTH_BYTES
-from oktopk.launch import Member, Place
-from oktopk.metrics.profile import NAMES, NOBODY, profile_files, read_profile
-from oktopk.plan.advise import Question
-from oktopk.plan.model import Cost, Link, Machine
-from oktopk.train.auto import Auto
-from oktopk.train.config import ConfigError, make_config
-from oktopk.train.data.an4_like import generate
+from oktopk.workbench.cli import main
+from oktopk.workbench.plan.advise import Question
+from oktopk.workbench.plan.model import Cost, Link, Machine
+from oktopk.workbench.recording.profile import NAMES, NOBODY, profile_files, read_profile
+from oktopk.workbench.train.auto import Auto
+from oktopk.workbench.train.config import ConfigError, make_config
+from oktopk.workbench.train.data.an4_like import generate
+from oktopk.workbench.worlds.membership import Member, Place
 from tests import gradients
 
 TINY = ["--conv-channels", "2", "--hidden-size", "16", "--num-layers", "2", "--batch-size", "2", "--quiet"]

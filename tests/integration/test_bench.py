@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from oktopk.bench import netns
-from oktopk.bench.options import OURS
-from oktopk.cli import main
-from oktopk.comm import bench_peers
-from oktopk.console.words import bits_per_s, size
-from oktopk.plan.gradients import Synthetic
+from oktopk.workbench.bench import peers as bench_peers
+from oktopk.workbench.bench.options import OURS
+from oktopk.workbench.cli import main
+from oktopk.workbench.console.words import bits_per_s, size
+from oktopk.workbench.simulate.gradients import Synthetic
+from oktopk.workbench.worlds import links as netns
 from tests import gradients
 from tests.worlds import ROOT, GlooWorld
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import oktopk
+from oktopk.metrics.step_stats import StepStats
 from oktopk.registry import REDUCERS
-from oktopk.types import StepStats
 from tests.integration.training import FakeTrainer, Net, batch, flat_parameters, loss_of
 from tests.worlds import GlooWorld
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from oktopk.cli import main
 from oktopk.comm import SimulatedCommunicator, World
-from oktopk.launch import Member, Place
-from oktopk.train.config import load_config
-from oktopk.train.data.generated_images import generate
-from oktopk.train.tasks import build_workload
+from oktopk.workbench.cli import main
+from oktopk.workbench.train.config import load_config
+from oktopk.workbench.train.data.generated_images import generate
+from oktopk.workbench.train.tasks import build_workload
+from oktopk.workbench.worlds.membership import Member, Place
 from tests.worlds import ROOT, GlooWorld
 
 CIFAR10 = Path(os.environ.get("OKTOPK_CIFAR10") or ROOT.parent / "shared" / "data" / "cifar10")

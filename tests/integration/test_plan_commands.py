@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from oktopk.cli import main
-from oktopk.plan.calibrate import Calibration
-from oktopk.plan.model import Cost, Link, Machine
-from oktopk.plan.stored import read_calibration, write_calibration
+from oktopk.workbench.cli import main
+from oktopk.workbench.plan.calibrate import Calibration
+from oktopk.workbench.plan.model import Cost, Link, Machine
+from oktopk.workbench.plan.stored import read_calibration, write_calibration
 from tests.runs import Recipe, write_run
 
 MACHINE = Machine(

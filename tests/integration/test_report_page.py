@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from oktopk.cli import main
-from oktopk.report.html import page as page_of
-from oktopk.report.load import load_run
-from oktopk.report.write import write_report
-from oktopk.train.data.an4_like import generate
+from oktopk.workbench.cli import main
+from oktopk.workbench.report.html import page as page_of
+from oktopk.workbench.report.load import load_run
+from oktopk.workbench.report.write import write_report
+from oktopk.workbench.train.data.an4_like import generate
 from tests.runs import Recipe, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

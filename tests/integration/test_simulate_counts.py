@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.plan.gradients import Synthetic
-from oktopk.plan.simulated_run import Course, simulate_run
-from oktopk.plan.sources import SyntheticSource
+from oktopk.bucket import Bucket
+from oktopk.metrics.step_stats import StepStats
 from oktopk.registry import REDUCERS
-from oktopk.types import Bucket, StepStats
+from oktopk.workbench.simulate.gradients import Synthetic
+from oktopk.workbench.simulate.run import Course, simulate_run
+from oktopk.workbench.simulate.sources import SyntheticSource
 from tests.worlds import GlooWorld
 
 N, SEED, STEPS, DENSITY = 20_000, 7, 4, 0.02

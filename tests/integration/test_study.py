@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from oktopk.bench.options import Options
-from oktopk.bench.world import BenchWorld, Seat
-from oktopk.cli import main
-from oktopk.study import running
+from oktopk.workbench.bench.options import Options
+from oktopk.workbench.cli import main
+from oktopk.workbench.study import running
+from oktopk.workbench.worlds.world import BenchWorld, Seat
 from tests.studies import CONTENT, write_study
 from tests.worlds import ROOT
 
@@ -109,7 +109,7 @@ def workers_of(mark: str) -> list[int]:
             command, status = (process / "cmdline").read_text(), (process / "status").read_text()
         except OSError:  # it has just ended
             continue
-        if "oktopk.bench.worker" in command and (mark in command or f"\nPPid:\t{mark}\n" in status):
+        if "oktopk.workbench.bench.worker" in command and (mark in command or f"\nPPid:\t{mark}\n" in status):
             found.append(int(process.name))
     return found
 

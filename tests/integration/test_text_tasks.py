@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from oktopk.cli import main
+from oktopk.workbench.cli import main
 from tests.worlds import ROOT
 
 WIKI = ROOT.parent / "shared" / "data" / "wiki"

@@ -15,14 +15,14 @@ import pytest
 import soundfile
 import torch
 
-from oktopk.cli import main
 from oktopk.comm import SimulatedCommunicator, World
-from oktopk.launch import Member, Place, find_place, first_host
-from oktopk.train.config import make_config
-from oktopk.train.data.an4_like import generate
-from oktopk.train.legacy import main as legacy_main
-from oktopk.train.models.deepspeech import DeepSpeech, DeepSpeechConfig
-from oktopk.train.tasks import build_workload
+from oktopk.workbench.cli import main
+from oktopk.workbench.train.config import make_config
+from oktopk.workbench.train.data.an4_like import generate
+from oktopk.workbench.train.legacy import main as legacy_main
+from oktopk.workbench.train.models.deepspeech import DeepSpeech, DeepSpeechConfig
+from oktopk.workbench.train.tasks import build_workload
+from oktopk.workbench.worlds.membership import Member, Place, find_place, first_host
 from tests.worlds import ROOT
 
 BIN = Path(sys.executable).parent

@@ -15,17 +15,17 @@ pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip insta
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'oktopk[bert]'")
 
 from oktopk.comm import SimulatedCommunicator, World
-from oktopk.console.words import UsageError
-from oktopk.launch import Member, Place
-from oktopk.train.config import ConfigError, make_config
-from oktopk.train.data.documents import find_documents, read_documents
-from oktopk.train.data.errors import DataError
-from oktopk.train.data.generated_text import write_documents
-from oktopk.train.data.pairs import IGNORED, SentencePairs, Special
-from oktopk.train.data.wordpiece import SPECIAL, Pieces
-from oktopk.train.models.bert import BertShape, make_bert, scores
-from oktopk.train.tasks import build_workload
-from oktopk.train.tasks.base import Workload
+from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.train.config import ConfigError, make_config
+from oktopk.workbench.train.data.documents import find_documents, read_documents
+from oktopk.workbench.train.data.errors import DataError
+from oktopk.workbench.train.data.generated_text import write_documents
+from oktopk.workbench.train.data.pairs import IGNORED, SentencePairs, Special
+from oktopk.workbench.train.data.wordpiece import SPECIAL, Pieces
+from oktopk.workbench.train.models.bert import BertShape, make_bert, scores
+from oktopk.workbench.train.tasks import build_workload
+from oktopk.workbench.train.tasks.base import Workload
+from oktopk.workbench.worlds.membership import Member, Place
 
 NUMBERS = Special(pad=0, unknown=1, cls=2, sep=3, mask=4)
 TINY = {
@@ -306,7 +306,7 @@ def test_bad_settings_and_too_little_text_are_named(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_extra(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = tuple(f"oktopk.train.{name}" for name in ("tasks.bert", "models.bert", "data.wordpiece"))
+    ours = tuple(f"oktopk.workbench.train.{name}" for name in ("tasks.bert", "models.bert", "data.wordpiece"))
     for name in [name for name in sys.modules if name in ours or name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
-from oktopk.console.words import UsageError
-from oktopk.plan import calibrate as calibrating
-from oktopk.plan.advise import Answer, Question, advise, describe, duration, equal_buckets, table_rows
-from oktopk.plan.calibrate import Calibration, calibrate
-from oktopk.plan.check import Check, checked
-from oktopk.plan.model import Compute, Cost, Link, Machine, Prediction, predict, step_seconds
-from oktopk.plan.run_facts import read_run
-from oktopk.plan.scaling import Grid, crossover, scale
-from oktopk.plan.stored import read_calibration, write_calibration
+from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.plan import calibrate as calibrating
+from oktopk.workbench.plan.advise import Answer, Question, advise, describe, duration, equal_buckets, table_rows
+from oktopk.workbench.plan.calibrate import Calibration, calibrate
+from oktopk.workbench.plan.check import Check, checked
+from oktopk.workbench.plan.model import Compute, Cost, Link, Machine, Prediction, predict, step_seconds
+from oktopk.workbench.plan.run_facts import read_run
+from oktopk.workbench.plan.scaling import Grid, crossover, scale
+from oktopk.workbench.plan.stored import read_calibration, write_calibration
 from tests.runs import Recipe, write_run
 
 CPU = torch.device("cpu")

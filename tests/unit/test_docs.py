@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from oktopk.cli import _parser, setting_names
 from oktopk.registry import ALIASES, REDUCERS
-from oktopk.train.config import preset_names
+from oktopk.workbench.cli import _parser, setting_names
+from oktopk.workbench.train.config import preset_names
 from tests.worlds import ROOT
 
 GUIDE = (ROOT / "docs" / "coming-from-ok-topk.md").read_text()
@@ -94,6 +94,6 @@ def test_every_reducer_and_preset_is_named() -> None:
 
 
 def test_resolve_refuses_what_is_not_there() -> None:
-    for name in ("oktopk.nothing", "oktopk.registry.NOTHING", "oktopk.train.nothing.Nothing"):
+    for name in ("oktopk.nothing", "oktopk.registry.NOTHING", "oktopk.workbench.train.nothing.Nothing"):
         with pytest.raises((ImportError, AttributeError)):
             resolve(name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from oktopk import AllReducer, Bucket
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
-from oktopk.metrics.gradients import GradientRecorder
+from oktopk.workbench.recording.gradients import GradientRecorder
 from tests import gradients
 
 LAYOUTS = (Bucket.layout([("a", 100), ("b", 60)]), Bucket.layout([("c", 90)]))

@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
-from oktopk.train.config import ConfigError, load_config
-from oktopk.train.data import image_folder
-from oktopk.train.data.cifar import read_cifar10, write_binary
-from oktopk.train.data.errors import DataError
-from oktopk.train.data.generated_images import PARAMETERS_FILE, SHAPES, generate, paint
-from oktopk.train.data.idx import read_idx, read_mnist, write_idx
-from oktopk.train.data.image_folder import ImageFolder, find_classes, middle_box, random_box, read_image
-from oktopk.train.data.images import ImageArrays, Shift, chance, shifted
-from oktopk.train.data.sampler import ShuffledBatches
-from oktopk.train.models.alexnet import AlexNet
-from oktopk.train.models.lenet import LeNet
-from oktopk.train.models.resnet import ResNet50, SmallResNet
-from oktopk.train.models.vgg import Vgg
-from oktopk.train.task_settings import TASKS
+from oktopk.workbench.train.config import ConfigError, load_config
+from oktopk.workbench.train.data import image_folder
+from oktopk.workbench.train.data.cifar import read_cifar10, write_binary
+from oktopk.workbench.train.data.errors import DataError
+from oktopk.workbench.train.data.generated_images import PARAMETERS_FILE, SHAPES, generate, paint
+from oktopk.workbench.train.data.idx import read_idx, read_mnist, write_idx
+from oktopk.workbench.train.data.image_folder import ImageFolder, find_classes, middle_box, random_box, read_image
+from oktopk.workbench.train.data.images import ImageArrays, Shift, chance, shifted
+from oktopk.workbench.train.data.sampler import ShuffledBatches
+from oktopk.workbench.train.models.alexnet import AlexNet
+from oktopk.workbench.train.models.lenet import LeNet
+from oktopk.workbench.train.models.resnet import ResNet50, SmallResNet
+from oktopk.workbench.train.models.vgg import Vgg
+from oktopk.workbench.train.task_settings import TASKS
 
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
 CIFAR10 = Path(os.environ.get("OKTOPK_CIFAR10") or Path(__file__).resolve().parents[3] / "shared/data/cifar10")

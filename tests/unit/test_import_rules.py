@@ -11,7 +11,9 @@ import oktopk
 
 PACKAGE = Path(oktopk.__file__).parent
 RULES = {
-    "torch.distributed": lambda path: path.startswith("comm/") or path == "ddp.py",
+    "torch.distributed": lambda path: (
+        path.startswith(("comm/", "workbench/worlds/")) or path in ("adapters/ddp.py", "workbench/bench/peers.py")
+    ),
     "mpi4py": lambda path: path.startswith("comm/"),
 }
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from oktopk.comm import SimulatedCommunicator, World
-from oktopk.console.words import UsageError
-from oktopk.launch import Member, Place
-from oktopk.train.config import make_config
-from oktopk.train.data.errors import DataError
-from oktopk.train.data.generated_text import write_sentences
-from oktopk.train.data.words import (
+from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.train.config import make_config
+from oktopk.workbench.train.data.errors import DataError
+from oktopk.workbench.train.data.generated_text import write_sentences
+from oktopk.workbench.train.data.words import (
     END,
     IGNORED,
     UNKNOWN,
@@ -25,10 +24,11 @@ from oktopk.train.data.words import (
     Vocabulary,
     find_texts,
 )
-from oktopk.train.models.language import LanguageModel, LanguageModelConfig
-from oktopk.train.tasks import build_workload
-from oktopk.train.tasks.base import Workload
-from oktopk.train.tasks.common import perplexity
+from oktopk.workbench.train.models.language import LanguageModel, LanguageModelConfig
+from oktopk.workbench.train.tasks import build_workload
+from oktopk.workbench.train.tasks.base import Workload
+from oktopk.workbench.train.tasks.common import perplexity
+from oktopk.workbench.worlds.membership import Member, Place
 
 TINY = {"task": "lstm", "hidden_size": 8, "batch_size": 2, "sequence_length": 5, "corpus_train": 60, "corpus_test": 9}
 

@@ -15,7 +15,7 @@ SCRIPT = """
 import torch
 from oktopk.kernels import numba_loops as loops
 from oktopk.kernels.numba_ops import NumbaKernels
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 kernels = NumbaKernels()
 values = torch.arange(1.0, 200.0)
 some = SparseVector(torch.arange(0, 199, 2), values[::2].clone(), 199)

@@ -15,8 +15,8 @@ from torch import Tensor
 from oktopk import AllReducer, Bucket, Plan, Settings
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
-from oktopk.phases import Phases
 from oktopk.registry import REDUCERS
+from oktopk.schedule import Phases
 from tests import gradients
 
 N = 120

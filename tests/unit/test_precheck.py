@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from oktopk.bucket import Bucket
+from oktopk.checks.finite import Verdict, agree, largest_safe
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
-from oktopk.precheck import Verdict, agree, largest_safe
-from oktopk.types import Bucket
 
 LAYOUT = Bucket.layout([("a", 2), ("b", 3), ("c", 1)])
 LARGEST = float(np.finfo(np.float32).max)

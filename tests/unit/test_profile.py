@@ -24,8 +24,8 @@ from torch import Tensor
 from oktopk.comm import CommRecord, CountingCommunicator, Traffic, simulate
 from oktopk.comm.base import Communicator
 from oktopk.comm.pairwise import LENGTH_BYTES
-from oktopk.metrics import profile as profile_module
-from oktopk.metrics.profile import (
+from oktopk.workbench.recording import profile as profile_module
+from oktopk.workbench.recording.profile import (
     NAMES,
     NOBODY,
     OPERATIONS,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.cli import main
-from oktopk.console.words import UsageError
-from oktopk.report.write import write_report
+from oktopk.workbench.cli import main
+from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.report.write import write_report
 from tests.pages import read
 from tests.runs import Recipe, write_config, write_facts, write_run
 
@@ -31,7 +31,7 @@ METRICS = {"metrics-over-steps", "metrics-over-time"}
 @pytest.fixture
 def no_png(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take half of the time, and show what is on the page."""
-    monkeypatch.setattr("oktopk.report.render.png", lambda _: b"")
+    monkeypatch.setattr("oktopk.workbench.report.render.png", lambda _: b"")
 
 
 # --- kinds of runs
@@ -268,7 +268,7 @@ def test_without_matplotlib_runs_can_be_loaded_and_a_report_says_what_to_install
     write_run(tmp_path / "made", Recipe(steps=1, profile=False))
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "import oktopk.report.load; from oktopk.cli import main\n"
+        "import oktopk.workbench.report.load; from oktopk.workbench.cli import main\n"
         "sys.exit(main(['report', sys.argv[1]]))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "made")]

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.report.compare import compare_drawings
-from oktopk.report.draw import Drawing, look
-from oktopk.report.figures import run_drawings
-from oktopk.report.html import page, thinned
-from oktopk.report.load import load_run
-from oktopk.report.summary import PHASES, final_numbers, stage_numbers
-from oktopk.report.write import write_report
+from oktopk.workbench.report.compare import compare_drawings
+from oktopk.workbench.report.draw import Drawing, look
+from oktopk.workbench.report.figures import run_drawings
+from oktopk.workbench.report.html import page, thinned
+from oktopk.workbench.report.load import load_run
+from oktopk.workbench.report.summary import PHASES, final_numbers, stage_numbers
+from oktopk.workbench.report.write import write_report
 from tests.pages import Page
 from tests.runs import LOOP, REDUCTION, Recipe, write_run
 

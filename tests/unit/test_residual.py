@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.residual import ErrorFeedback, MomentumResidual, NamedBuffers, Residual
-from oktopk.types import Bucket, SparseVector
+from oktopk.bucket import Bucket
+from oktopk.feedback.residual import ErrorFeedback, MomentumResidual, NamedBuffers, Residual
+from oktopk.sparse_vector import SparseVector
 
 LAW = settings(derandomize=True, deadline=None, max_examples=40)
 Layout = list[tuple[str, int]]

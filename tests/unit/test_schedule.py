@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from oktopk import AllReducer
+from oktopk.adapters.grouping import make_packs
+from oktopk.bucket import Bucket
 from oktopk.comm import simulate
-from oktopk.packing import make_packs
-from oktopk.train.config import ConfigError, TrainConfig, load_config, make_config, preset_names
-from oktopk.train.schedule import density_ramp, learning_rate
-from oktopk.train.task_settings import TASKS
-from oktopk.types import Bucket
+from oktopk.workbench.train.config import ConfigError, TrainConfig, load_config, make_config, preset_names
+from oktopk.workbench.train.schedule import density_ramp, learning_rate
+from oktopk.workbench.train.task_settings import TASKS
 
 
 def rate(epoch: int, progress: float = 0.0, num_epochs: float = 200.0, **values: object) -> float:

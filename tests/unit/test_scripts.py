@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.cli import _parser, setting_names
 from oktopk.registry import REDUCERS
-from oktopk.train.config import TrainConfig, load_config
+from oktopk.workbench.cli import _parser, setting_names
+from oktopk.workbench.train.config import TrainConfig, load_config
 from tests.worlds import ROOT
 
 SCRIPTS = ROOT / "scripts"

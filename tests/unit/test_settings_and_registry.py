@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from oktopk.allreducer import AllReducer
+from oktopk.bucket import Bucket
 from oktopk.comm.simulator import SimulatedCommunicator, World
 from oktopk.kernels.by_device import ByDevice
 from oktopk.kernels.torch_ops import TorchKernels
@@ -28,7 +29,6 @@ from oktopk.registry import (
 from oktopk.select.kernel_selector import KernelSelector
 from oktopk.select.torch_ops import TorchSelector
 from oktopk.settings import WIRE_DTYPES, Settings
-from oktopk.types import Bucket
 from oktopk.wire import ValueEncoding
 
 NAN, INF = float("nan"), float("inf")

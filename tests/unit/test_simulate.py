@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from oktopk import wire
-from oktopk.cli import main as oktopk
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
-from oktopk.plan.gradients import Synthetic, draw_base
-from oktopk.plan.pairs import ElementCounter, elements_in
-from oktopk.plan.simulate import DEFAULT_RANKS, DEFAULT_REDUCERS, DEFAULT_SIZE, main
-from oktopk.plan.simulated_run import Course, simulate_run
-from oktopk.plan.sources import RecordedSource, SyntheticSource
-from oktopk.plan.volume_rows import moved_row, verdict
 from oktopk.registry import REDUCERS
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
+from oktopk.workbench.cli import main as oktopk
+from oktopk.workbench.simulate.command import DEFAULT_RANKS, DEFAULT_REDUCERS, DEFAULT_SIZE, main
+from oktopk.workbench.simulate.elements import ElementCounter, elements_in
+from oktopk.workbench.simulate.gradients import Synthetic, draw_base
+from oktopk.workbench.simulate.rows import moved_row, verdict
+from oktopk.workbench.simulate.run import Course, simulate_run
+from oktopk.workbench.simulate.sources import RecordedSource, SyntheticSource
 
 SMALL = ["--size", "20k", "--steps", "1", "--warmup-steps", "1", "--jobs", "1"]
 
@@ -180,7 +180,7 @@ def test_without_matplotlib_there_is_still_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "oktopk.plan.volume_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "oktopk.workbench.simulate.plot", raising=False)
     run(tmp_path, *SMALL, "--ranks", "2", "--reducers", "topkA")
     shown = capsys.readouterr().out
     assert "2k(P-1)" in shown

@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.types import Bucket, Reduction, Slot, SparseVector, StepStats
+from oktopk.bucket import Bucket, Slot
+from oktopk.metrics.step_stats import StepStats
+from oktopk.reduce.base import Reduction
+from oktopk.sparse_vector import SparseVector
 
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
 CPU = torch.device("cpu")

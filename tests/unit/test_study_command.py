@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from oktopk.cli import main
-from oktopk.console.words import UsageError
-from oktopk.plan.model import Cost, Machine
-from oktopk.study import times
-from oktopk.study.definition import Run, Study
-from oktopk.study.outcome import load
-from oktopk.study.running import Done
+from oktopk.workbench.cli import main
+from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.plan.model import Cost, Machine
+from oktopk.workbench.study import times
+from oktopk.workbench.study.definition import Run, Study
+from oktopk.workbench.study.outcome import load
+from oktopk.workbench.study.running import Done
 from tests.studies import CONTENT, fabricate, make_study, write_study
 
 MACHINE = Machine(Cost(1e-3, 1e-9), 1e-8, Cost(1e-5, 1e-9), Cost(1e-5, 1e-9), Cost(1e-5, 1e-9))
@@ -45,7 +45,7 @@ def image() -> Any:
 def _no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where matplotlib is not installed."""
     if "image" not in request.fixturenames:
-        monkeypatch.setitem(sys.modules, "oktopk.study.plot", None)
+        monkeypatch.setitem(sys.modules, "oktopk.workbench.study.plot", None)
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_everything_there_trains_nothing(
     def fail(*_: object) -> None:
         raise AssertionError("a world was made")
 
-    monkeypatch.setattr("oktopk.study.running.BenchWorld", fail)
+    monkeypatch.setattr("oktopk.workbench.study.running.BenchWorld", fail)
     command = ["study", str(tmp_path / "made.toml"), "--out", str(tmp_path), "--device", "cpu"]
     assert main(command) == 0
     assert list(study.variants)[2] in capsys.readouterr().out

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from oktopk.console.words import UsageError
-from oktopk.study.definition import (
+from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.study.definition import (
     checked_seeds,
     checked_target,
     chosen_variants,
@@ -18,8 +18,8 @@ from oktopk.study.definition import (
     slug,
     study_names,
 )
-from oktopk.train.config import TrainConfig
-from oktopk.train.task_settings import TASKS
+from oktopk.workbench.train.config import TrainConfig
+from oktopk.workbench.train.task_settings import TASKS
 from tests.studies import CONTENT, make_study, write_study
 
 OWN = ("name", "out_dir", "seed", "resume", "quiet", "report", "checkpoint_every")

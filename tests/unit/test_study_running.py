@@ -13,13 +13,13 @@ from typing import Any, Self
 
 import pytest
 
-from oktopk.bench.world import Seat, WorkerFailed
-from oktopk.console.progress import Progress
-from oktopk.console.words import UsageError
-from oktopk.study import running
-from oktopk.study.definition import Run
-from oktopk.study.running import Conditions, Done, alone_in, do_runs, done_before
-from oktopk.train.config import TrainConfig, make_config
+from oktopk.workbench.console.progress import Progress
+from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.study import running
+from oktopk.workbench.study.definition import Run
+from oktopk.workbench.study.running import Conditions, Done, alone_in, do_runs, done_before
+from oktopk.workbench.train.config import TrainConfig, make_config
+from oktopk.workbench.worlds.world import Seat, WorkerFailed
 from tests.studies import CONDITIONS, CONTENT, fabricate, make_study
 
 VARIANTS: dict[str, dict[str, Any]] = {"dense": {"compressor": "dense"}, "oktopk": {}, "gtopk": {"compressor": "gtopk"}}

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.console.tables import Row, markdown
-from oktopk.study.definition import Study
-from oktopk.study.outcome import Outcome, Point
-from oktopk.study.summary import columns, mean_and_std, rows
+from oktopk.workbench.console.tables import Row, markdown
+from oktopk.workbench.study.definition import Study
+from oktopk.workbench.study.outcome import Outcome, Point
+from oktopk.workbench.study.summary import columns, mean_and_std, rows
 
 STUDY = Study(
     name="made",
@@ -273,7 +273,7 @@ def test_the_table() -> None:
 )
 def test_pictures_of_whatever_came_of_it(tmp_path: Path, made: list[Outcome]) -> None:
     image = pytest.importorskip("PIL.Image")
-    plot = pytest.importorskip("oktopk.study.plot")
+    plot = pytest.importorskip("oktopk.workbench.study.plot")
     study = replace(STUDY, variants={"dense": {}, **{each.variant: {} for each in made}})
     plot.draw_finals(study, rows(study, made), tmp_path / "finals.png")
     plot.draw_curves(study, made, "1gbit", tmp_path / "curves.png")

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.plan.model import Compute, Cost, Link, Machine
-from oktopk.report.run import Bucket, Run, Step
-from oktopk.report.values import Values
-from oktopk.study import times
-from oktopk.study.times import Clock
+from oktopk.workbench.plan.model import Compute, Cost, Link, Machine
+from oktopk.workbench.report.run import Bucket, Run, Step
+from oktopk.workbench.report.values import Values
+from oktopk.workbench.study import times
+from oktopk.workbench.study.times import Clock
 
 RATE = 1e9
 LINK = Link.of_figures(RATE, 1e-4, 1e-5)

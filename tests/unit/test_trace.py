@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from oktopk.cli import main
-from oktopk.metrics.profile import NAMES, OPERATIONS, profile_files, read_profile
+from oktopk.workbench.cli import main
+from oktopk.workbench.recording.profile import NAMES, OPERATIONS, profile_files, read_profile
 from tests.runs import Recipe, write_run
 
 

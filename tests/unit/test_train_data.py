@@ -18,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.train.data import manifest
-from oktopk.train.data.an4_like import PARAMETERS_FILE, generate, make_speakers, sentences, speak
-from oktopk.train.data.audio import HOP, NUM_BINS, SAMPLE_RATE, WINDOW, augment, load_audio, log_spectrogram
-from oktopk.train.data.errors import DataError
-from oktopk.train.data.manifest import (
+from oktopk.workbench.train.data import manifest
+from oktopk.workbench.train.data.an4_like import PARAMETERS_FILE, generate, make_speakers, sentences, speak
+from oktopk.workbench.train.data.audio import HOP, NUM_BINS, SAMPLE_RATE, WINDOW, augment, load_audio, log_spectrogram
+from oktopk.workbench.train.data.errors import DataError
+from oktopk.workbench.train.data.manifest import (
     TRAIN_MANIFEST,
     VAL_MANIFEST,
     Utterance,
@@ -31,7 +31,7 @@ from oktopk.train.data.manifest import (
     scan,
     write_manifests,
 )
-from oktopk.train.data.sampler import BucketedBatches, shard
+from oktopk.workbench.train.data.sampler import BucketedBatches, shard
 
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
 AN4 = Path(__file__).resolve().parents[3] / "shared/data/an4"

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from oktopk.allreducer import AllReducer
+from oktopk.bucket import Bucket
 from oktopk.comm.simulator import SimulatedCommunicator, World
 from oktopk.metrics import TrainerLists, format_mean, mean_or_none
-from oktopk.types import Bucket, Phase, StepStats
+from oktopk.metrics.step_stats import Phase, StepStats
 
 
 @dataclass

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.by_device import numba_kernels
 from oktopk.kernels.torch_ops import TorchKernels
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 from oktopk.wire import HEADER_BYTES, VERSION, ValueEncoding, WireError, decode, encode, rounded, split_index_and_value
 
 LAW = settings(derandomize=True, deadline=None, max_examples=100)

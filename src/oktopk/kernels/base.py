@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 MAGNITUDE_BITS = 0x7FFFFFFF
 _SMALLEST_BITS = 1
@@ -98,5 +98,5 @@ class Kernels(Protocol):
         ...
 
     def hash_words(self, words: Tensor) -> int:
-        """As `oktopk.types.hash_words`."""
+        """As `oktopk.kernels.torch_ops.hash_words`."""
         ...

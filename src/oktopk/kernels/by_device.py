@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oktopk.kernels.base import Kernels, Seen
 from oktopk.kernels.torch_ops import TorchKernels
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 logger = logging.getLogger("oktopk")
 

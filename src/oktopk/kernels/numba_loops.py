@@ -23,7 +23,7 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 ONE = np.uint64(1)
 RADIX = ((20, 11), (9, 11), (0, 9))  # (shift, number of bits) of the digits of a magnitude, highest first
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
-"""oktopk.types.HASH_SPREAD as an unsigned number."""
+"""oktopk.kernels.torch_ops.HASH_SPREAD as an unsigned number."""
 
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)

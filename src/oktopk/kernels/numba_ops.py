@@ -13,7 +13,7 @@ from torch import Tensor
 from oktopk.kernels import numba_loops as loops
 from oktopk.kernels.base import Seen, floor_bits, number_of
 from oktopk.kernels.torch_ops import TorchKernels, digits
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 Array = np.ndarray[Any, Any]
 _CACHE_LINE = 64

@@ -8,7 +8,23 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.base import MAGNITUDE_BITS, Seen
-from oktopk.types import SparseVector, hash_words
+from oktopk.sparse_vector import SparseVector
+
+HASH_SPREAD = -7046029254386353131
+_HASH_BLOCK = 1 << 22
+
+
+def hash_words(words: Tensor) -> Tensor:
+    """The sum, mod 2^64, of integer words times odd weights that depend on the position, as an int64 scalar tensor.
+
+    Any single flipped bit changes it, and so does what was moved. Looked at in blocks, to bound the temporaries.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _HASH_BLOCK):
+        block = words[start : start + _HASH_BLOCK].to(torch.int64)
+        position = torch.arange(start, start + block.numel(), device=words.device)
+        total += (block * ((position * HASH_SPREAD) | 1)).sum()
+    return total
 
 
 def plain_sum(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:

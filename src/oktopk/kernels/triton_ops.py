@@ -12,7 +12,7 @@ from torch import Tensor
 from oktopk.kernels import triton_loops as loops
 from oktopk.kernels.base import Seen, floor_bits, number_of
 from oktopk.kernels.torch_ops import TorchKernels
-from oktopk.types import SparseVector, ints
+from oktopk.sparse_vector import SparseVector, ints
 
 _BLOCK, _LOOK_WARPS = 2048, 4
 _GROUP, _COLLECT_WARPS = 4, 1

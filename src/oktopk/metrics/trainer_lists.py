@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from oktopk.types import StepStats
+from oktopk.metrics.step_stats import StepStats
 
 logger = logging.getLogger("oktopk")
 

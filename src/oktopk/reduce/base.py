@@ -9,11 +9,33 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
+from oktopk.metrics.step_stats import Phase
 from oktopk.reduce.exchange import Exchange
 from oktopk.select.base import Selector
-from oktopk.types import Reduction
+from oktopk.sparse_vector import SparseVector
 
 Thresholds = Literal["exact", "reuse"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What one sparse allreduce did.
+
+    `mean` is what every rank applies, the same bits on all of them. `contribution` is what of this rank's `acc`
+    went into it: over all ranks the contributions add up to P * mean, and `acc - contribution` is what is still
+    owed. Dense tensors mean "every element"; a dense `contribution` may be the caller's own `acc`.
+    """
+
+    mean: Tensor | SparseVector
+    contribution: Tensor | SparseVector
+    local_count: int
+    global_count: int
+    local_threshold: float | None = None
+    global_threshold: float | None = None
+
+    @property
+    def phase(self) -> Phase:
+        return "sparse" if isinstance(self.mean, SparseVector) else "dense"
 
 
 class Reducer(Protocol):

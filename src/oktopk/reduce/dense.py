@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.reduce.base import Stateless
-from oktopk.types import Reduction
+from oktopk.reduce.base import Reduction, Stateless
 
 
 class Dense(Stateless):

@@ -12,7 +12,7 @@ from oktopk import wire
 from oktopk.comm.base import Communicator
 from oktopk.kernels.base import Kernels
 from oktopk.reduce.regions import equal_boundaries
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 _BATCH = 4
 

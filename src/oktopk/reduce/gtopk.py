@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.reduce.base import ReducerSettings, Stateless
+from oktopk.reduce.base import ReducerSettings, Reduction, Stateless
 from oktopk.reduce.exchange import mean_of
-from oktopk.reduce.threshold import smallest_magnitude
-from oktopk.types import Reduction, SparseVector
+from oktopk.reduce.local_selection import smallest_magnitude
+from oktopk.sparse_vector import SparseVector
 
 
 class GTopk(Stateless):

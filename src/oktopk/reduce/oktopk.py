@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from oktopk.comm.base import Communicator, all_gather_ints
-from oktopk.reduce.base import ReducerSettings
-from oktopk.reduce.cut import Cut, ExactCut, ReusedCut, lopsided
+from oktopk.reduce.base import ReducerSettings, Reduction
 from oktopk.reduce.exchange import join, mean_of
+from oktopk.reduce.global_threshold import Cut, ExactCut, ReusedCut, lopsided
+from oktopk.reduce.local_selection import Choice, ExactTopK, ReusedThreshold
 from oktopk.reduce.regions import balanced_boundaries
-from oktopk.reduce.threshold import Choice, ExactTopK, ReusedThreshold
-from oktopk.types import Reduction, SparseVector
+from oktopk.sparse_vector import SparseVector
 
 
 class OkTopk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from oktopk.comm.base import Communicator
-from oktopk.types import SparseVector, ints
+from oktopk.sparse_vector import SparseVector, ints
 
 
 def equal_boundaries(length: int, num_regions: int) -> list[int]:

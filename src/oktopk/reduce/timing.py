@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from oktopk.metrics.stopwatch import Stopwatch
 from oktopk.reduce.exchange import Exchange
-from oktopk.stopwatch import Stopwatch
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 
 @dataclass(frozen=True)

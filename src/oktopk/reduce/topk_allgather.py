@@ -7,10 +7,17 @@ from collections.abc import Callable
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.reduce.base import ReducerSettings, Stateless
+from oktopk.reduce.base import ReducerSettings, Reduction, Stateless
 from oktopk.reduce.exchange import Exchange, mean_of
-from oktopk.reduce.threshold import Choice, ChoosingReducer, ExactTopK, NormalFit, ReusedThreshold, smallest_magnitude
-from oktopk.types import Reduction, SparseVector
+from oktopk.reduce.local_selection import (
+    Choice,
+    ChoosingReducer,
+    ExactTopK,
+    NormalFit,
+    ReusedThreshold,
+    smallest_magnitude,
+)
+from oktopk.sparse_vector import SparseVector
 
 Gather = Callable[[Exchange, SparseVector, Communicator], list[SparseVector]]
 

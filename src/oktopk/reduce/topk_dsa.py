@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.reduce.base import ReducerSettings
+from oktopk.reduce.base import ReducerSettings, Reduction
 from oktopk.reduce.exchange import join, mean_of
+from oktopk.reduce.local_selection import Choice, ChoosingReducer, ExactTopK, NormalFit
 from oktopk.reduce.regions import equal_boundaries
-from oktopk.reduce.threshold import Choice, ChoosingReducer, ExactTopK, NormalFit
-from oktopk.types import Reduction, SparseVector
+from oktopk.sparse_vector import SparseVector
 from oktopk.wire import VALUE_DTYPES
 
 _INDEX_BYTES = 1  # what the wire needs where so many are sent

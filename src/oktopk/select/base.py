@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 
 class Selector(Protocol):

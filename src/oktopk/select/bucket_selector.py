@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oktopk.kernels.base import Kernels, Seen
 from oktopk.select.base import Selector
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 _ROOM = 4
 _FIRST_MARGIN, _LEAST_MARGIN, _MOST_MARGIN = 0.05, 0.001, 0.5

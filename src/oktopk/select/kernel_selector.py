@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oktopk.kernels.base import Kernels
 from oktopk.select.torch_ops import TorchSelector, without_last_ties
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 _SAMPLE_RANK = 1024
 _MANY_TIMES = 8

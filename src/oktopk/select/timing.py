@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from oktopk.metrics.stopwatch import Stopwatch
 from oktopk.select.base import Selector
-from oktopk.stopwatch import Stopwatch
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 
 class TimedSelector:

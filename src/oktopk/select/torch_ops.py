@@ -8,7 +8,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from oktopk.types import SparseVector
+from oktopk.sparse_vector import SparseVector
 
 _LOWERING = 1.0 - 0.012
 _MAX_LOWERINGS = 1000

@@ -1,0 +1,1 @@
+"""Whoever hands buckets to an AllReducer: a DDP hook, an optimizer wrapper."""

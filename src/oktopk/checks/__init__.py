@@ -1,0 +1,1 @@
+"""What must hold in every step: finite gradients, the conservation law, the same bits on every rank."""

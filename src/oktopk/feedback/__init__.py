@@ -1,0 +1,1 @@
+"""What earlier steps did not apply, and how it comes back."""

@@ -1,0 +1,63 @@
+"""Which steps are dense and which sparse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oktopk.metrics.step_stats import Phase
+from oktopk.settings import Settings
+
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which of `num_steps` steps are dense and which sparse; `warning` is set where none would be sparse."""
+
+    dense_steps: range
+    sparse_steps: range
+    warning: str | None
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.dense_steps)} dense steps, then {len(self.sparse_steps)} sparse steps"]
+        if self.warning:
+            lines.append(f"warning: {self.warning}")
+        return "\n".join(lines)
+
+
+class Phases:
+    """Dense for `warmup_steps`, then sparse; until somebody who has measured says otherwise."""
+
+    def __init__(self, settings: Settings, compressor: str) -> None:
+        self._settings = settings
+        self._compressor = compressor
+        self.decided_first_sparse_step: int | None = None
+        """What was said instead of the setting; part of a saved state."""
+
+    @property
+    def first_sparse_step(self) -> int:
+        decided = self.decided_first_sparse_step
+        return self._settings.warmup_steps if decided is None else decided
+
+    def at(self, step: int, numel: int) -> Phase:
+        """Of a bucket of that size."""
+        small = numel < self._settings.min_sparse_numel
+        return "dense" if small or step < self.first_sparse_step else "sparse"
+
+    def plan(self, num_steps: int) -> Plan:
+        if num_steps < 1:
+            raise ValueError(f"num_steps={num_steps!r}: must be at least 1")
+        num_dense = num_steps if self._compressor == "dense" else min(self.first_sparse_step, num_steps)
+        return Plan(range(num_dense), range(num_dense, num_steps), self._warning(num_dense, num_steps))
+
+    def _warning(self, num_dense: int, num_steps: int) -> str | None:
+        if num_dense < num_steps or self.decided_first_sparse_step is not None:
+            return None
+        if self._compressor == "dense":
+            why = "compressor 'dense' never compresses; choose another, such as 'oktopk'"
+        else:
+            why = (
+                f"warmup_steps={self._settings.warmup_steps} takes up all {num_steps} steps; "
+                f"set warmup_steps below {num_steps} or train longer"
+            )
+        return f"no step will be sparse: {why}"

@@ -1,0 +1,1 @@
+"""What a run writes down while it trains: profiles and gradients."""

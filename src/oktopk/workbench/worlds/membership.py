@@ -1,0 +1,140 @@
+"""Who started us, and who we are among them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+
+import torch
+
+from oktopk.comm.base import Communicator
+from oktopk.comm.torchdist import initialize
+from oktopk.registry import make_communicator
+from oktopk.workbench.console.words import UsageError
+
+COMM_NAMES = ("auto", "gloo", "nccl", "mpi")
+DEVICE_NAMES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that were started together; `starter` is "nobody" for one that is alone."""
+
+    starter: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A place with its communicator and device."""
+
+    place: Place
+    comm: Communicator
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.rank == 0
+
+
+# starter -> where it says rank, size, rank on this machine, size on this machine; the first that is there counts
+_VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "torchrun": (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "mpirun": (
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "srun": (("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), ("SLURM_NTASKS_PER_NODE",)),
+    "mpiexec": (
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MPI_LOCALRANKID"),
+        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    ),
+}
+
+
+def find_place() -> Place:
+    """From the environment that torchrun, mpirun, srun or mpiexec left."""
+    for starter, (rank, size, local_rank, local_size) in _VARIABLES.items():
+        number, total = _first(rank), _first(size)
+        if number is not None and total is not None:
+            on_this_machine = _first(local_rank), _first(local_size)
+            return Place(
+                starter,
+                number,
+                total,
+                number if on_this_machine[0] is None else on_this_machine[0],
+                total if on_this_machine[1] is None else on_this_machine[1],
+            )
+    return Place("nobody", 0, 1, 0, 1)
+
+
+def join(place: Place, comm: str, device_name: str, timeout_s: float) -> Member:
+    """Meet the others, over one of COMM_NAMES, on one of DEVICE_NAMES."""
+    device = choose_device(device_name, place)
+    kind = comm if comm != "auto" else _best_comm(device, place)
+    if kind == "nccl" and device.type != "cuda":
+        raise UsageError("comm='nccl': needs CUDA devices; use --comm gloo")
+    if kind == "mpi":
+        return Member(place, make_communicator("mpi", timeout_s), device)
+    if place.size == 1:
+        return Member(place, make_communicator("auto", timeout_s), device)
+    os.environ.setdefault("MASTER_ADDR", _meeting_host(place))
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 20000))
+    initialize(kind, place.rank, place.size, timeout_s)
+    return Member(place, make_communicator("torch", timeout_s), device)
+
+
+def check_device(name: str) -> None:
+    """UsageError for `cuda` where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device='cuda': no CUDA device here; use --device cpu")
+
+
+def choose_device(name: str, place: Place) -> torch.device:
+    """One of DEVICE_NAMES; workers on one machine share out its GPUs."""
+    check_device(name)
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _best_comm(device: torch.device, place: Place) -> str:
+    """NCCL wants a GPU for each rank; ranks that share one meet over Gloo."""
+    if place.starter in ("mpirun", "mpiexec"):
+        return "mpi"
+    return "nccl" if device.type == "cuda" and place.local_size <= torch.cuda.device_count() else "gloo"
+
+
+def _meeting_host(place: Place) -> str:
+    if place.local_size == place.size:
+        return "127.0.0.1"
+    if place.starter == "srun":
+        return first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
+    raise UsageError(
+        f"comm: {place.starter} started {place.size} workers on several machines; set MASTER_ADDR to the address of "
+        "the first, or use --comm mpi"
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Of SLURM's node list, such as gpu[003-006,009] or a,b."""
+    found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
+    return found[1] + (found[2] or "") if found else socket.gethostname()
+
+
+def _first(names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None

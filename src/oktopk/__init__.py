@@ -1,15 +1,15 @@
-"""Distributed training that sends only the gradients that matter."""
+"""Sparse-allreduce gradient compression for PyTorch."""
 
 from oktopk import comm
-from oktopk.adapters.ddp import attach
+from oktopk.adapters.ddp import HookState, attach, detach, hook
 from oktopk.adapters.optimizer import DistributedOptimizer
-from oktopk.allreducer import AllReducer, Plan
-from oktopk.bucket import Bucket
+from oktopk.allreducer import AllReducer
+from oktopk.bucket import Bucket, Layout
 from oktopk.checks.conservation import GuardViolation
 from oktopk.checks.finite import NonFiniteGradientError
 from oktopk.comm import CommunicationError
 from oktopk.metrics.step_stats import StepStats
-from oktopk.reduce.base import Reduction
+from oktopk.schedule import Outline
 from oktopk.settings import Settings
 from oktopk.sparse_vector import SparseVector
 from oktopk.wire import WireError
@@ -20,13 +20,16 @@ __all__ = [
     "CommunicationError",
     "DistributedOptimizer",
     "GuardViolation",
+    "HookState",
+    "Layout",
     "NonFiniteGradientError",
-    "Plan",
-    "Reduction",
+    "Outline",
     "Settings",
     "SparseVector",
     "StepStats",
     "WireError",
     "attach",
     "comm",
+    "detach",
+    "hook",
 ]

@@ -1,98 +1,122 @@
-"""AllReducer: warm-up policy, error feedback, a reducer for each bucket, checks and statistics, composed."""
+"""AllReducer: schedule, error feedback, a reducer for each bucket, checks and statistics, composed."""
 
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
 
-from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from oktopk.bucket import Bucket, Slot
+from oktopk.bucket import Bucket, Layout, Slot
 from oktopk.checks.conservation import Guard
 from oktopk.checks.finite import NonFiniteGradientError, Verdict, agree, largest_safe
 from oktopk.comm.base import Communicator
-from oktopk.comm.counting import CountingCommunicator, Traffic
-from oktopk.feedback.apply import write_mean
-from oktopk.feedback.residual import ErrorFeedback, MomentumResidual, Residual
-from oktopk.lanes import Lane, Lanes
-from oktopk.metrics.step_stats import Phase, StepStats
-from oktopk.metrics.stopwatch import StageClock, Stopwatch
+from oktopk.comm.counting import CountingCommunicator
+from oktopk.feedback.momentum import Momentum
+from oktopk.feedback.residual import Owed, Residual, write_mean
+from oktopk.lanes import Lanes
+from oktopk.metrics.meter import Cost, Meter
+from oktopk.metrics.step_stats import StepStats
 from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
-from oktopk.reduce.base import Reduction
+from oktopk.reduce.base import Reducer, Reduction
 from oktopk.reduce.dense import Dense
-from oktopk.reduce.timing import TimedExchange
-from oktopk.registry import (
-    ReducerFactory,
-    canonical_name,
-    make_communicator,
-    make_kernels,
-    make_selector,
-    reducer_factory,
-)
-from oktopk.schedule import NEVER, Phases, Plan
-from oktopk.select.timing import TimedSelector
-from oktopk.settings import WIRE_DTYPES, Settings
+from oktopk.reduce.description import ReducerFactory
+from oktopk.registry import describe, make_communicator, make_kernels
+from oktopk.schedule import NEVER, Outline, Schedule
+from oktopk.settings import Settings, SettingsKeywords, lists_settings, settings_from
 
 logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]
 Watcher = Callable[[int, Bucket], None]
-_FORMAT = 2
+_FORMAT = 3
 
 
 class AllReducer:
-    """Reduces buckets, step by step. All ranks call `reduce` for the same buckets in the same order, then `end_step`.
+    """Averages buckets over all ranks, step by step, and accounts for every value that was not sent.
 
-    `compressor` is a name from the registry, or a function that makes a Reducer from ReducerSettings. `comm` is
-    "auto", "torch", "mpi" or a Communicator. Further settings: see `oktopk.settings.Settings`. Not thread-safe:
-    one thread at a time.
+    All ranks call `reduce` for the same buckets in the same order, then `end_step`. One thread at a time. Adapters do
+    that for you: `oktopk.attach` for DDP, `oktopk.DistributedOptimizer` around any optimizer.
+
+    Attributes:
+        settings: What it was made with.
+        reducer: The name of its reducer.
+        comm: Its communicator.
+        step: The step that is under way or comes next, counted from 0.
+        num_skipped_steps: Steps that all ranks left out because of NaN or Inf.
+        last_step_skipped: Whether the last step was one of them.
+
+    Example:
+        >>> allreducer = oktopk.AllReducer("oktopk", density=0.02, warmup_steps=10)
+        >>> layout = oktopk.Layout.of([("weight", 512)])
+        >>> stats = allreducer.reduce(oktopk.Bucket(gradient, layout))  # gradient now holds the mean
+        >>> allreducer.end_step()
     """
 
+    @lists_settings
     def __init__(
         self,
-        compressor: str | ReducerFactory = "oktopk",
+        reducer: str | ReducerFactory = "oktopk",
         *,
-        comm: str | Communicator = "auto",
+        comm: str | Communicator | Callable[[float], Communicator] = "auto",
         trainer: MetricLists | None = None,
-        **settings: Any,
+        settings: Settings | None = None,
+        **keywords: Unpack[SettingsKeywords],
     ) -> None:
-        if not (isinstance(compressor, str) or callable(compressor)):
-            raise ValueError(f"compressor={compressor!r}: must be a name or a function that makes a Reducer")
-        self.settings = Settings.of(settings)
-        self.compressor = (
-            canonical_name(compressor)
-            if isinstance(compressor, str)
-            else getattr(compressor, "__name__", repr(compressor))
-        )
-        factory = reducer_factory(compressor) if isinstance(compressor, str) else compressor
-        self._kernels = make_kernels(self.settings.selector)
-        self._selecting, self._packing = Stopwatch(), Stopwatch()
-        selector = TimedSelector(make_selector(self._kernels), self._selecting)
-        exchange = TimedExchange(self._kernels, WIRE_DTYPES[self.settings.wire_dtype], self._packing)
-        self.comm = CountingCommunicator(
-            make_communicator(comm, self.settings.timeout_s) if isinstance(comm, str) else comm
-        )
-        self._feedback: ErrorFeedback = (
-            MomentumResidual(self.settings.momentum_correction, self._kernels)
-            if self.settings.momentum_correction
-            else Residual(self._kernels)
-        )
+        """Make an AllReducer; a collective call unless `comm` is a Communicator.
+
+        Args:
+            reducer: A name from the registry, or a function that makes a Reducer from ReducerSettings.
+            comm: "auto" (torch.distributed where it is initialized, else MPI where mpirun or srun started us, else
+                one rank), "torch", "mpi"; a function that makes a Communicator from `timeout_s`; or a Communicator,
+                which stays yours.
+            trainer: Its lists `sparsities`, `compression_ratios` and `communication_sizes` are filled.
+            settings: All settings in one object; or give them as keywords, which override it:
+            **keywords: See Settings.
+
+        Raises:
+            ValueError: An unknown name or setting, or a value that cannot be.
+        """
+        if not (isinstance(reducer, str) or callable(reducer)):
+            raise ValueError(f"reducer={reducer!r}: must be a name or a function that makes a Reducer")
+        self.settings = settings_from(settings, keywords)
+        if isinstance(reducer, str):
+            description = describe(reducer)
+            self.reducer, factory = description.name, description.factory
+        else:
+            self.reducer, factory = getattr(reducer, "__name__", repr(reducer)), reducer
+        self._kernels = make_kernels(self.settings.kernels)
+        self._meter = Meter()
+        given = not (isinstance(comm, str) or callable(comm))
+        if isinstance(comm, str):
+            comm = make_communicator(comm, self.settings.timeout_s)
+        inner = comm(self.settings.timeout_s) if callable(comm) else comm
+        self.comm = CountingCommunicator(inner, self._meter.record)
+        momentum = self.settings.momentum_correction
+        self._feedback = Residual(self._kernels, Momentum(momentum) if momentum else None)
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
-        self._lanes = Lanes(factory, self.settings, selector, exchange, self.comm)
-        self._started: dict[tuple[Slot, ...], _Started] = {}
-        self._phases = Phases(self.settings, self.compressor)
-        self._listeners: list[Listener] = []
-        self._watchers: list[Watcher] = []
-        self._trainer_lists = TrainerLists(trainer, self.comm.rank)
+        self._lanes = Lanes(factory, self.settings, self._kernels, self.comm, self._meter)
+        self._schedule = Schedule(self.settings, self.reducer)
+        self._started: dict[Layout, _Started] = {}
+        self._listeners: OrderedDict[int, Listener] = OrderedDict()
+        self._watchers: OrderedDict[int, Watcher] = OrderedDict()
+        self._trainer_lists = TrainerLists(trainer, inner.rank) if trainer is not None else None
         self._untold: list[StepStats] = []
-        self._closing: list[Callable[[], None]] = []
+        self._on_load: list[Callable[[], None]] = []
         self._skipping = False
         self._last_warning: str | None = None
+        self.busy = False
+        """Between the first bucket of a step and its end; set by whoever hands buckets in."""
         self.step = 0
         self.num_skipped_steps = 0
         self.last_step_skipped = False
+        self._made_here = None if given else weakref.finalize(self, inner.release)
+        if self._made_here is not None:
+            self._made_here.atexit = False
 
     # --- what users ask for
 
@@ -100,124 +124,134 @@ class AllReducer:
         """From now on fill this trainer's lists."""
         self._trainer_lists = TrainerLists(trainer, self.comm.rank)
 
-    def add_listener(self, listener: Listener) -> None:
-        """`listener(StepStats)` after every reduction, on the thread that reduces."""
-        self._listeners.append(listener)
+    def add_listener(self, listener: Listener) -> RemovableHandle:
+        """Call `listener(StepStats)` after every reduction, on the thread that reduces.
 
-    def watch(self, watcher: Watcher) -> None:
-        """`watcher(step, bucket)` before every reduction, on the thread that reduces: this rank's own gradient.
-
-        To be looked at, not to be kept or changed.
+        Returns:
+            A handle whose `remove()` ends it.
         """
-        self._watchers.append(watcher)
+        return _add(self._listeners, listener)
 
-    def plan(self, num_steps: int) -> Plan:
-        """Which of the steps 0..num_steps-1 will be dense and which sparse; logs a warning once, if there is one."""
-        plan = self._phases.plan(num_steps)
-        if plan.warning and plan.warning != self._last_warning:
-            logger.warning(plan.warning)
-        self._last_warning = plan.warning
-        return plan
+    def watch(self, watcher: Watcher) -> RemovableHandle:
+        """Call `watcher(step, bucket)` before every reduction, on the thread that reduces.
+
+        The bucket holds this rank's own gradient, to be looked at, not to be kept or changed.
+
+        Returns:
+            A handle whose `remove()` ends it.
+        """
+        return _add(self._watchers, watcher)
+
+    def outline(self, num_steps: int) -> Outline:
+        """Say which of the steps 0..num_steps-1 will be dense and which sparse; logs its warning once."""
+        outline = self._schedule.outline(num_steps)
+        if outline.warning and outline.warning != self._last_warning:
+            logger.warning(outline.warning)
+        self._last_warning = outline.warning
+        return outline
 
     def compress_from(self, step: int | None) -> None:
         """From this step on steps are sparse, whatever `warmup_steps` says; None: none is, until this is called again.
 
         To be called between two steps, on all ranks alike. A dense step applies all that is owed.
         """
-        self._phases.decided_first_sparse_step = NEVER if step is None else step
+        self._schedule.decided_first_sparse_step = NEVER if step is None else step
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own state, of tensors and plain values only: residuals, thresholds, regions, step."""
+        """This rank's own state, of tensors and plain values only: residuals, thresholds, regions, step.
+
+        Raises:
+            RuntimeError: In the middle of a step, when the state is not whole.
+        """
+        if self.busy:
+            raise RuntimeError("state_dict() in the middle of a step: call it after the step, or before backward()")
         return {
             "format": _FORMAT,
-            "compressor": self.compressor,
+            "reducer": self.reducer,
             "rank": self.comm.rank,
             "size": self.comm.size,
             "step": self.step,
             "num_skipped_steps": self.num_skipped_steps,
-            "compress_from": self._phases.decided_first_sparse_step,
+            "compress_from": self._schedule.decided_first_sparse_step,
             "feedback": self._feedback.state_dict(),
             "reducers": self._lanes.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; ValueError for the state of another rank, world or compressor.
+        """Continue where `state_dict` was taken, also after an error.
 
         Residuals follow the parameters whatever the buckets are. Thresholds and regions belong to a bucket's layout:
         a bucket with another layout starts by finding its own.
+
+        Raises:
+            ValueError: The state of another rank, world or reducer, or a damaged one; nothing was changed.
         """
-        mine = {"format": _FORMAT, "compressor": self.compressor, "rank": self.comm.rank, "size": self.comm.size}
+        mine = {"format": _FORMAT, "reducer": self.reducer, "rank": self.comm.rank, "size": self.comm.size}
         for key, expected in mine.items():
             if state.get(key) != expected:
                 raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
         self._feedback.load_state_dict(state["feedback"])
         self._lanes.load_state_dict(state["reducers"])
         self._started.clear()
+        self._untold.clear()
+        self._skipping = self.busy = False
         self.step = int(state["step"])
         self.num_skipped_steps = int(state["num_skipped_steps"])
-        self._phases.decided_first_sparse_step = state.get("compress_from")
+        self.last_step_skipped = False
+        self._schedule.decided_first_sparse_step = state.get("compress_from")
+        for forget in self._on_load:
+            forget()
 
-    def on_close(self, action: Callable[[], None]) -> None:
-        """Let `close` do this first."""
-        self._closing.append(action)
+    def on_load(self, forget: Callable[[], None]) -> None:
+        """Let `load_state_dict` call this last: an adapter drops what it holds of an unfinished step."""
+        self._on_load.append(forget)
 
     def close(self) -> None:
-        """Release the communicator; nothing can be reduced afterwards."""
-        while self._closing:
-            self._closing.pop()()
-        self.comm.close()
+        """Release the communicator, if it was made here. Nothing can be reduced afterwards.
+
+        The garbage collector does the same where nobody calls this.
+        """
+        if self._made_here is not None and self._made_here.detach():
+            self.comm.close()
 
     # --- the way of a gradient
 
     def reduce(self, bucket: Bucket) -> StepStats:
-        """Overwrite `bucket.gradient` with the mean over all ranks of what is applied in this step.
+        """Overwrite `bucket.flat` with the mean over all ranks of what is applied in this step.
 
-        Raises on every rank alike for NaN or Inf (policy `raise`): the step cannot be finished, go back to a saved
-        state. Under `skip` the gradient becomes zero, here and for the rest of the step.
+        Returns:
+            What it did and cost.
+
+        Raises:
+            NonFiniteGradientError: On every rank alike, for NaN or Inf under the policy `raise`. The step cannot be
+                finished: load a saved state. Under `skip` the gradient becomes zero, here and for the rest of the step.
+            GuardViolation: On every rank alike, where a guard found that the law does not hold.
         """
-        started = self._started.pop(bucket.slots, None)
+        self.busy = True
         if self._skipping:
-            return self._skip(bucket)
-        clock = StageClock()
-        self.comm.take()  # what others sent through it in the meantime is not ours
-        lane, is_dense, k, acc = started or self._start(bucket)
-        largest = lane.selector.largest()
-        self._guard.before(self.step, acc)
-        verdict = agree(bucket, acc, largest, self.comm)
-        if verdict.nonfinite:
-            return self._refuse(bucket, _culprits(verdict))
-        clock.stage("compensate")
-        held = [(slot, slot.part(acc).clone()) for slot in verdict.unused]
-        for slot, _ in held:  # nobody has a gradient for it: it must not move in this step
-            slot.part(acc).zero_()
-        exchanged = Traffic.of(self.comm.take())
-        self._selecting.take()
-        self._packing.take()
-        reduction = (self._dense if is_dense else lane.reducer).reduce(acc, self.comm, k)
-        lane.selector.forget()
-        clock.stage("reduce")
-        rounding = write_mean(reduction.mean, bucket.gradient, self._kernels)
-        contribution = reduction.contribution
-        if held and contribution is acc:
-            contribution = acc.clone()
-        for slot, owed in held:
-            slot.part(acc).copy_(owed)
-        left = self._feedback.retain(bucket, acc, contribution, rounding)
-        clock.stage("apply")
-        traffic = Traffic.of(self.comm.take())
+            return self._skip(bucket, Cost())
+        started = self._started.pop(bucket.layout, None) or self._start(bucket)
+        owed, cost = started.owed, started.cost
+        with self._meter.measure(cost):
+            with self._meter.meeting():
+                verdict = agree(bucket, owed.acc, self.comm)
+            if verdict.nonfinite:
+                return self._refuse(bucket, verdict, cost)
+            owed.hold(verdict.unused)
+            self._guard.before(self.step, owed)
+            reduction = started.reducer.reduce(owed.acc, self.comm, started.k)
+            with self._meter.stage("apply"):
+                rounding = write_mean(reduction.mean, bucket.flat, self._kernels)
+                left = self._feedback.retain(owed, reduction, rounding)
         self._guard.after(self.step, bucket, left, self.comm)
-        self.comm.take()
         if self.settings.nonfinite == "raise":
             self._feedback.commit()
-        seconds = clock.split(
-            "reduce", select=self._selecting.take(), encode=self._packing.take(), exchange=traffic.seconds
-        )
-        return self._tell(bucket, k, reduction, exchanged.plus(traffic), seconds, verdict.unused)
+        return self._tell(bucket, started.k, reduction, cost, verdict.unused)
 
     def prepare(self, bucket: Bucket) -> None:
         """Optional, before `reduce` of the same bucket: let a GPU begin with it while another one is exchanged."""
         if not self._skipping:
-            self._started[bucket.slots] = self._start(bucket)
+            self._started[bucket.layout] = self._start(bucket)
 
     def end_step(self) -> None:
         """After the last bucket of a step."""
@@ -230,30 +264,31 @@ class AllReducer:
         self._tell_listeners()
         self.last_step_skipped, self._skipping = self._skipping, False
         self.step += 1
+        self.busy = False
 
     def _start(self, bucket: Bucket) -> _Started:
         """Add up what is owed, looking out for what is worth sending."""
-        for slot in bucket.slots:
-            if slot.name in bucket.missing:
-                slot.part(bucket.gradient).zero_()
-        for watcher in self._watchers:
+        if bucket.missing:
+            for slot in bucket.slots:
+                if slot.name in bucket.missing:
+                    slot.part(bucket.flat).zero_()
+        for watcher in self._watchers.values():
             watcher(self.step, bucket)
         lane = self._lanes.of(bucket)
-        is_dense = self._phase(bucket) == "dense"
+        is_dense = self._schedule.phase(self.step, bucket) == "dense"
         k = bucket.numel if is_dense else self.settings.k_at(self.step, bucket.numel)
-        limit = largest_safe(self.comm.size)
+        cost = Cost()
+        with self._meter.measure(cost):
+            limit = largest_safe(self.comm.size)
+            owed = self._feedback.compensate(bucket, lane.selector, 0 if is_dense else k, limit)
+        return _Started(self._dense if is_dense else lane.reducer, k, owed, cost)
 
-        def accumulate(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
-            lane.selector.accumulate(residual, gradient, out, 0 if is_dense else k, limit)
-
-        return _Started(lane, is_dense, k, self._feedback.compensate(bucket, accumulate))
-
-    def _phase(self, bucket: Bucket) -> Phase:
-        return "dense" if bucket.dense else self._phases.at(self.step, bucket.numel)
-
-    def _refuse(self, bucket: Bucket, reason: str) -> StepStats:
+    def _refuse(self, bucket: Bucket, verdict: Verdict, cost: Cost) -> StepStats:
         """Every rank comes here in the same step."""
         self._feedback.roll_back()
+        reason = "NaN, Inf or a value too large to sum in the gradient of " + ", ".join(
+            f"{name!r} on rank {rank}" for rank, name in verdict.nonfinite.items()
+        )
         if self.settings.nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"step {self.step}, bucket {bucket.name}: {reason}. This step is not taken; lower the learning rate, "
@@ -261,34 +296,25 @@ class AllReducer:
             )
         logger.warning("step %d is skipped on all ranks: %s", self.step, reason)
         self._skipping = True
-        return self._skip(bucket)
+        return self._skip(bucket, cost)
 
-    def _skip(self, bucket: Bucket) -> StepStats:
-        bucket.gradient.zero_()
-        traffic = Traffic.of(self.comm.take())
+    def _skip(self, bucket: Bucket, cost: Cost) -> StepStats:
+        bucket.flat.zero_()
         stats = StepStats(
             step=self.step,
             bucket=bucket.name,
-            phase=self._phase(bucket),
+            phase=self._schedule.phase(self.step, bucket),
             n=bucket.numel,
             k=0,
             local_count=0,
             global_count=0,
-            **traffic.counts(),
+            **cost.traffic.counts(),
             skipped=True,
         )
         self._untold.append(stats)
         return stats
 
-    def _tell(
-        self,
-        bucket: Bucket,
-        k: int,
-        reduction: Reduction,
-        traffic: Traffic,
-        seconds: Mapping[str, float],
-        unused: tuple[Slot, ...],
-    ) -> StepStats:
+    def _tell(self, bucket: Bucket, k: int, reduction: Reduction, cost: Cost, unused: tuple[Slot, ...]) -> StepStats:
         stats = StepStats(
             step=self.step,
             bucket=bucket.name,
@@ -299,8 +325,8 @@ class AllReducer:
             global_count=reduction.global_count,
             local_threshold=reduction.local_threshold,
             global_threshold=reduction.global_threshold,
-            **traffic.counts(),
-            seconds=seconds,
+            **cost.traffic.counts(),
+            seconds=cost.seconds,
             unused=tuple(slot.name for slot in unused),
         )
         self._untold.append(stats)
@@ -311,20 +337,23 @@ class AllReducer:
     def _tell_listeners(self) -> None:
         untold, self._untold = self._untold, []
         for stats in untold:
-            for listener in (self._trainer_lists, *self._listeners):
+            if self._trainer_lists is not None:
+                self._trainer_lists(stats)
+            for listener in tuple(self._listeners.values()):
                 listener(stats)
 
 
-class _Started(NamedTuple):
+@dataclass
+class _Started:
     """A bucket whose gradient was added to what is owed."""
 
-    lane: Lane
-    is_dense: bool
+    reducer: Reducer
     k: int
-    acc: Tensor
+    owed: Owed
+    cost: Cost = field(default_factory=Cost)
 
 
-def _culprits(verdict: Verdict) -> str:
-    return "NaN, Inf or a value too large to sum in the gradient of " + ", ".join(
-        f"{name!r} on rank {rank}" for rank, name in verdict.nonfinite.items()
-    )
+def _add(calls: OrderedDict[int, Any], call: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(calls)
+    calls[handle.id] = call
+    return handle

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oktopk.bucket import Bucket, Slot
+from oktopk.bucket import Bucket, Layout
 from oktopk.comm.base import Communicator
+from oktopk.kernels.by_device import DeviceKernels
+from oktopk.metrics.meter import Meter, TimedExchange, TimedSelector
 from oktopk.reduce.base import Reducer, ReducerSettings
-from oktopk.reduce.exchange import Exchange
-from oktopk.registry import ReducerFactory
-from oktopk.select.base import Selector
-from oktopk.select.bucket_selector import BucketSelector
-from oktopk.settings import Settings
+from oktopk.reduce.description import ReducerFactory
+from oktopk.settings import WIRE_DTYPES, Settings
 
 
 @dataclass(frozen=True)
 class Lane:
-    slots: tuple[Slot, ...]
-    selector: BucketSelector
+    """Belongs to one layout."""
+
+    selector: TimedSelector
     reducer: Reducer
 
 
@@ -27,43 +27,44 @@ class Lanes:
     """One for each layout of a bucket; layouts that DDP has given up are forgotten."""
 
     def __init__(
-        self, factory: ReducerFactory, settings: Settings, selector: Selector, exchange: Exchange, comm: Communicator
+        self, factory: ReducerFactory, settings: Settings, kernels: DeviceKernels, comm: Communicator, meter: Meter
     ) -> None:
         self._factory = factory
         self._settings = settings
-        self._selector = selector
-        self._exchange = exchange
+        self._kernels = kernels
         self._comm = comm
-        self._lanes: dict[str, Lane] = {}
+        self._meter = meter
+        self._lanes: dict[Layout, Lane] = {}
         self._saved: dict[str, Any] = {}
 
     def of(self, bucket: Bucket) -> Lane:
-        key = bucket.key
-        if key not in self._lanes:
-            names = {slot.name for slot in bucket.slots}
-            self._lanes = {
-                old: lane for old, lane in self._lanes.items() if names.isdisjoint(slot.name for slot in lane.slots)
-            }
-            self._lanes[key] = self._make(bucket)
-        return self._lanes[key]
+        lane = self._lanes.get(bucket.layout)
+        if lane is None:
+            for old in [known for known in self._lanes if known.shares_a_parameter_with(bucket.layout)]:
+                del self._lanes[old]
+            lane = self._lanes[bucket.layout] = self._make(bucket)
+        return lane
 
     def _make(self, bucket: Bucket) -> Lane:
-        selector = BucketSelector(self._selector, self._exchange.kernels, self._comm.home(bucket.gradient.device))
+        device = bucket.flat.device
+        home = self._comm.home(device)
+        selector = TimedSelector(self._kernels, device, home, self._meter)
+        exchange = TimedExchange(self._kernels.on(home), WIRE_DTYPES[self._settings.wire_dtype], meter=self._meter)
         reducer = self._factory(
             ReducerSettings(
                 selector=selector,
-                exchange=self._exchange,
+                exchange=exchange,
                 thresholds=self._settings.thresholds,
                 tau=self._settings.tau,
                 tau_prime=self._settings.tau_prime,
             )
         )
-        if bucket.key in self._saved:
-            reducer.load_state_dict(self._saved.pop(bucket.key))
-        return Lane(bucket.slots, selector, reducer)
+        if bucket.layout.key in self._saved:
+            reducer.load_state_dict(self._saved.pop(bucket.layout.key))
+        return Lane(selector, reducer)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._saved | {key: lane.reducer.state_dict() for key, lane in self._lanes.items()}
+        return self._saved | {layout.key: lane.reducer.state_dict() for layout, lane in self._lanes.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Reducers take up theirs when their bucket is seen."""

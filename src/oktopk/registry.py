@@ -1,69 +1,75 @@
-"""Names on the command line -> reducers, selectors, communicators."""
+"""Names in settings -> reducers, kernels, communicators."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from oktopk.comm.base import Communicator
 from oktopk.comm.simulator import SimulatedCommunicator, World
-from oktopk.kernels.base import Kernels
-from oktopk.kernels.by_device import ByDevice, best_kernels, numba_kernels, triton_kernels
-from oktopk.kernels.torch_ops import TorchKernels
-from oktopk.reduce.base import Reducer, ReducerSettings
-from oktopk.reduce.dense import Dense
-from oktopk.reduce.gtopk import GTopk
-from oktopk.reduce.oktopk import oktopk
-from oktopk.reduce.topk_allgather import TopkA2, gaussiank, gaussiank_concat, topk_a, topk_a_opt
-from oktopk.reduce.topk_dsa import gaussiank_sa, topk_dsa
-from oktopk.select.base import Selector
-from oktopk.select.kernel_selector import KernelSelector
-from oktopk.select.torch_ops import TorchSelector
+from oktopk.kernels.by_device import KERNELS, DeviceKernels
+from oktopk.reduce.dense import DENSE
+from oktopk.reduce.description import ReducerDescription
+from oktopk.reduce.gtopk import GTOPK
+from oktopk.reduce.oktopk import OKTOPK
+from oktopk.reduce.topk_allgather import GAUSSIANK, GAUSSIANK_CONCAT, TOPK_A, TOPK_A2, TOPK_A_OPT
+from oktopk.reduce.topk_dsa import GAUSSIANK_SA, TOPK_DSA
 
 T = TypeVar("T")
-ReducerFactory = Callable[[ReducerSettings], Reducer]
-
-REDUCERS: Mapping[str, ReducerFactory] = {
-    "dense": lambda _: Dense(),
-    "topkA": topk_a,
-    "topkA2": TopkA2,
-    "topkAopt": topk_a_opt,
-    "topkDSA": topk_dsa,
-    "gtopk": GTopk,
-    "gaussiank": gaussiank,
-    "gaussiankconcat": gaussiank_concat,
-    "gaussiankSA": gaussiank_sa,
-    "oktopk": oktopk,
-}
-ALIASES: Mapping[str, str] = {"none": "dense", "topkSA": "topkDSA"}
-KERNELS: Mapping[str, Callable[[], Kernels]] = {
-    "auto": best_kernels,
-    "torch": TorchKernels,
-    "numba": lambda: ByDevice({"cpu": numba_kernels}),
-    "triton": lambda: ByDevice({"cuda": triton_kernels}),
-}
 
 
-def canonical_name(compressor: str) -> str:
-    """The one name of a reducer that may go by several; ValueError for an unknown one."""
-    name = ALIASES.get(compressor, compressor)
-    if name not in REDUCERS:
-        raise ValueError(_unknown("compressor", compressor, [*REDUCERS, *ALIASES]))
-    return name
+def by_name(descriptions: Iterable[ReducerDescription]) -> Mapping[str, ReducerDescription]:
+    """The descriptions by name; ValueError where a name or an alias is given twice."""
+    found: dict[str, ReducerDescription] = {}
+    taken: set[str] = set()
+    for description in descriptions:
+        for name in description.names:
+            if name in taken:
+                raise ValueError(f"reducer {name!r} is described twice: names and aliases must differ")
+            taken.add(name)
+        found[description.name] = description
+    return found
 
 
-def reducer_factory(compressor: str) -> ReducerFactory:
-    return REDUCERS[canonical_name(compressor)]
+REDUCERS = by_name(
+    (
+        DENSE,
+        TOPK_A,
+        TOPK_A2,
+        TOPK_A_OPT,
+        TOPK_DSA,
+        GTOPK,
+        GAUSSIANK,
+        GAUSSIANK_CONCAT,
+        GAUSSIANK_SA,
+        OKTOPK,
+    )
+)
+"""Every reducer, by its name; `describe` knows the aliases too."""
 
 
-def make_kernels(name: str) -> Kernels:
-    """By the name of the setting `selector`. A name that is not `auto` is for one device; others get plain torch."""
-    return _look_up("selector", name, KERNELS)()
+def find(name: str) -> ReducerDescription | None:
+    """The reducer with this name or alias; None where there is none."""
+    return next((each for each in REDUCERS.values() if name in each.names), None)
 
 
-def make_selector(kernels: Kernels) -> Selector:
-    return TorchSelector() if isinstance(kernels, TorchKernels) else KernelSelector(kernels)
+def describe(name: str) -> ReducerDescription:
+    """The reducer with this name or alias; ValueError for an unknown one."""
+    found = find(name)
+    if found is None:
+        raise ValueError(_unknown("reducer", name, reducer_names()))
+    return found
+
+
+def reducer_names() -> list[str]:
+    """All that `describe` knows: the names, then the aliases."""
+    return [*REDUCERS, *(alias for each in REDUCERS.values() for alias in each.aliases)]
+
+
+def make_kernels(name: str) -> DeviceKernels:
+    """By the setting `kernels`. A name that is not `auto` is for one kind of device; others get plain torch."""
+    return DeviceKernels(_look_up("kernels", name, KERNELS))
 
 
 def make_communicator(name: str, timeout_s: float) -> Communicator:

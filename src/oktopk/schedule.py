@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oktopk.metrics.step_stats import Phase
+from oktopk.bucket import Bucket
+from oktopk.reduce.base import Phase
 from oktopk.settings import Settings
 
 NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which of `num_steps` steps are dense and which sparse; `warning` is set where none would be sparse."""
+class Outline:
+    """Which of `num_steps` steps are dense and which sparse.
+
+    Attributes:
+        dense_steps: The first steps.
+        sparse_steps: The steps after them.
+        warning: Set where no step would be sparse: why, and what to change.
+    """
 
     dense_steps: range
     sparse_steps: range
@@ -25,36 +32,38 @@ class Plan:
         return "\n".join(lines)
 
 
-class Phases:
-    """Dense for `warmup_steps`, then sparse; until somebody who has measured says otherwise."""
+class Schedule:
+    """Dense for `warmup_steps`, then sparse; until somebody who has measured says otherwise.
 
-    def __init__(self, settings: Settings, compressor: str) -> None:
+    Attributes:
+        decided_first_sparse_step: What was said instead of the setting, None: nothing. Part of a saved state.
+    """
+
+    def __init__(self, settings: Settings, reducer: str) -> None:
         self._settings = settings
-        self._compressor = compressor
+        self._reducer = reducer
         self.decided_first_sparse_step: int | None = None
-        """What was said instead of the setting; part of a saved state."""
 
     @property
     def first_sparse_step(self) -> int:
         decided = self.decided_first_sparse_step
         return self._settings.warmup_steps if decided is None else decided
 
-    def at(self, step: int, numel: int) -> Phase:
-        """Of a bucket of that size."""
-        small = numel < self._settings.min_sparse_numel
+    def phase(self, step: int, bucket: Bucket) -> Phase:
+        small = bucket.dense or bucket.numel < self._settings.min_sparse_numel
         return "dense" if small or step < self.first_sparse_step else "sparse"
 
-    def plan(self, num_steps: int) -> Plan:
+    def outline(self, num_steps: int) -> Outline:
         if num_steps < 1:
             raise ValueError(f"num_steps={num_steps!r}: must be at least 1")
-        num_dense = num_steps if self._compressor == "dense" else min(self.first_sparse_step, num_steps)
-        return Plan(range(num_dense), range(num_dense, num_steps), self._warning(num_dense, num_steps))
+        num_dense = num_steps if self._reducer == "dense" else min(self.first_sparse_step, num_steps)
+        return Outline(range(num_dense), range(num_dense, num_steps), self._warning(num_dense, num_steps))
 
     def _warning(self, num_dense: int, num_steps: int) -> str | None:
         if num_dense < num_steps or self.decided_first_sparse_step is not None:
             return None
-        if self._compressor == "dense":
-            why = "compressor 'dense' never compresses; choose another, such as 'oktopk'"
+        if self._reducer == "dense":
+            why = "reducer 'dense' never compresses; choose another, such as 'oktopk'"
         else:
             why = (
                 f"warmup_steps={self._settings.warmup_steps} takes up all {num_steps} steps; "

@@ -18,6 +18,7 @@ any single flipped bit changes it, and so does what was moved.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import torch
@@ -76,7 +77,7 @@ def encode(vector: SparseVector, values: ValueEncoding = ValueEncoding.FP32, ker
     encoding, first = _index_encoding(vector)
     parts: list[Tensor]
     if encoding in _GAP_WIDTHS:
-        packed = kernels.pack(vector.indices - first, _GAP_WIDTHS[encoding])
+        packed = kernels.encode_gaps(vector.indices - first, _GAP_WIDTHS[encoding])
         parts = [vector.indices[:1].clone(memory_format=torch.contiguous_format).view(torch.uint8), packed]
     else:
         indices = vector.indices[:1] if encoding is IndexEncoding.RANGE else vector.indices
@@ -120,6 +121,31 @@ def split_index_and_value(buffer: Tensor) -> tuple[Tensor, Tensor]:
     return buffer[:cut], buffer[cut:]
 
 
+def expected_bytes(count: float, span: float, *, length: int, value_bytes: int) -> float:
+    """The mean size of an encoded vector of `length` whose `count` elements lie anywhere within `span` indices."""
+    plain = (4 if length <= 2**31 else 8) * count
+    gaps = [_expected_gap_bytes(count, span, width) for width in _GAP_WIDTHS.values()] if count > 2 else []
+    values = _expected_whole_words(value_bytes * count)
+    return HEADER_BYTES + _expected_whole_words(min([plain, *gaps])) + values
+
+
+def expected_run_bytes(count: float, *, value_bytes: int) -> float:
+    """The size of an encoded vector whose `count` elements lie side by side."""
+    return HEADER_BYTES + _FIRST_BYTES + value_bytes * count
+
+
+def _expected_gap_bytes(count: float, span: float, width: int) -> float:
+    """Indices as gaps, where each index is taken with the same probability, one after the other."""
+    largest = digits(width)[1]
+    reaching = (1.0 - min(1.0, count / span)) ** largest  # the part of the gaps that do not fit into one digit
+    return _FIRST_BYTES + width * count / (1.0 - reaching) if reaching < 1.0 else math.inf
+
+
+def _expected_whole_words(size: float) -> float:
+    """Padding is half of the most that it can be, on average."""
+    return size + (_WORD_BYTES - 1) / 2 if size % _WORD_BYTES else size
+
+
 def _index_encoding(vector: SparseVector) -> tuple[IndexEncoding, int]:
     """The shortest, by the most bytes it may need, and the first index."""
     plain, count = IndexEncoding.INT32 if vector.length <= 2**31 else IndexEncoding.INT64, len(vector)
@@ -145,7 +171,7 @@ def _decode_indices(packed: Tensor, encoding: IndexEncoding, count: int, length:
         if not 0 <= first <= length - count:
             raise WireError(f"range {first}+{count} lies outside a vector of length {length}")
         return torch.arange(first, first + count, device=packed.device)
-    offsets = kernels.unpack(packed[_FIRST_BYTES:], _GAP_WIDTHS[encoding], count)
+    offsets = kernels.decode_gaps(packed[_FIRST_BYTES:], _GAP_WIDTHS[encoding], count)
     if offsets is None:
         raise WireError(f"the gaps are not those of {count} indices")
     last = first + (int(offsets[-1].item()) if count else 0)

@@ -2,95 +2,130 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from oktopk.bucket import Bucket, Slot
+from oktopk.bucket import Bucket, Layout
+
+Named = list[tuple[str, Parameter]]
 
 
 @dataclass
-class Pack:
-    """Parameters that are reduced together, and the flat tensor that they travel in."""
+class Group:
+    """Parameters that are reduced together, and the flat tensor that their gradients travel in.
 
-    slots: tuple[Slot, ...]
+    Attributes:
+        ready: Parameters whose gradient of this step is there.
+        input_ready: On a GPU, when they all are.
+    """
+
+    layout: Layout
     parameters: tuple[Parameter, ...]
     flat: Tensor
     dense: bool = False
-    ready: set[str] = field(default_factory=set[str])
-    versions: list[int | None] = field(default_factory=list[int | None])
+    ready: set[int] = field(default_factory=set[int])
+    input_ready: Any = None
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.layout.slots, self.parameters, strict=True)
+        self._views = [slot.part(self.flat).view(parameter.shape) for slot, parameter in pairs]
+        self._versions: list[int | None] = []
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ready) == len(self.parameters)
 
     def mark_versions(self) -> None:
         """Remember the gradients as they are handed in, so that later changes are noticed."""
-        self.versions = [_version(p) for p in self.parameters]
+        self._versions = [_version(p) for p in self.parameters]
 
     def fill(self) -> Bucket:
         """Copy the gradients in; a parameter without one is said to be missing."""
-        missing = {slot.name for slot, p in zip(self.slots, self.parameters, strict=True) if p.grad is None}
-        for slot, parameter in zip(self.slots, self.parameters, strict=True):
-            if parameter.grad is None:
-                continue
-            if parameter.grad.layout != torch.strided:
-                raise ValueError(
-                    f"{slot.name!r} has a gradient of {parameter.grad.layout}: only dense ones can be reduced"
-                )
-            slot.part(self.flat).copy_(parameter.grad.reshape(-1))
-        return Bucket(self.flat, self.slots, frozenset(missing), self.dense)
+        gradients = [p.grad for p in self.parameters]
+        missing = frozenset(
+            slot.name for slot, gradient in zip(self.layout.slots, gradients, strict=True) if gradient is None
+        )
+        for slot, gradient in zip(self.layout.slots, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ValueError(f"{slot.name!r} has a gradient of {gradient.layout}: only dense ones can be reduced")
+        _copy(self._views, gradients)
+        return Bucket(self.flat, self.layout, missing, self.dense)
 
     def hand_back(self, unused: frozenset[str]) -> None:
         """Copy the means out; a parameter that no rank has a gradient for keeps none."""
-        for slot, parameter, version in zip(self.slots, self.parameters, self.versions, strict=True):
+        for slot, parameter, version in zip(self.layout.slots, self.parameters, self._versions, strict=True):
             if _version(parameter) != version:
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} was changed while it was being reduced: call synchronize() "
                     "before you clip or scale gradients, then step()"
                 )
-        for slot, parameter in zip(self.slots, self.parameters, strict=True):
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views, strict=True):
             if slot.name in unused:
                 parameter.grad = None
             elif parameter.grad is None:
-                parameter.grad = slot.part(self.flat).clone().view_as(parameter)
-            else:
-                parameter.grad.copy_(slot.part(self.flat).view_as(parameter))
+                parameter.grad = torch.empty_like(view)
+        _copy([p.grad for p in self.parameters], self._views)
 
 
-def make_packs(named: list[tuple[str, Parameter]], cap_mb: float, dense_vectors: bool = False) -> list[Pack]:
-    """Last parameters first, as backward produces them; a pack holds one dtype on one device, up to the cap.
+def make_groups(named: Named, cap_mb: float, dense_vectors: bool = False) -> list[Group]:
+    """Last parameters first, as backward produces them; a group holds one dtype on one device, up to the cap.
 
-    `dense_vectors`: parameters of one dimension, which are biases and norm layers, go last, in packs that stay dense.
+    `dense_vectors`: parameters of one dimension, which are biases and norm layers, go last, in groups that stay dense.
     """
     vectors = [(name, p) for name, p in named if dense_vectors and p.dim() <= 1]
     others = [(name, p) for name, p in named if not (dense_vectors and p.dim() <= 1)]
-    return [*_packs(others, cap_mb, dense=False), *_packs(vectors, cap_mb, dense=True)]
+    return [*_groups(others, cap_mb, dense=False), *_groups(vectors, cap_mb, dense=True)]
 
 
-def _packs(named: list[tuple[str, Parameter]], cap_mb: float, dense: bool) -> list[Pack]:
-    groups: list[list[tuple[str, Parameter]]] = []
-    room = 0.0
+def clip_(gradients: Sequence[Tensor], limit: float) -> None:
+    """Scale this rank's gradients to a joint norm of at most `limit`.
+
+    A norm that is not finite scales nothing: the reduction then names the parameter at fault.
+    """
+    if not gradients:
+        return
+    norm = float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())  # one wait for a GPU
+    if limit < norm < math.inf:
+        for gradient in gradients:
+            gradient.mul_(limit / norm)
+
+
+def _groups(named: Named, cap_mb: float, dense: bool) -> list[Group]:
+    """Groups fill up side by side, one for each dtype and device, and stand in the order in which they become full."""
+    full: list[Named] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[Named, float]] = {}
     for name, parameter in reversed(named):
+        kind = parameter.dtype, parameter.device
         size_mb = parameter.numel() * parameter.element_size() / 2**20
-        like_before = bool(groups) and _kind(groups[-1][-1][1]) == _kind(parameter)
-        if not like_before or size_mb > room:
-            groups.append([])
-            room = cap_mb
-        groups[-1].append((name, parameter))
-        room -= size_mb
-    return [
-        Pack(
-            slots=Bucket.layout([(name, p.numel()) for name, p in group]),
-            parameters=tuple(p for _, p in group),
-            flat=torch.zeros(sum(p.numel() for _, p in group), dtype=group[0][1].dtype, device=group[0][1].device),
-            dense=dense,
-        )
-        for group in groups
-    ]
+        members, room = filling.pop(kind, ([], cap_mb))
+        if members and size_mb > room:
+            full.append(members)
+            members, room = [], cap_mb
+        members.append((name, parameter))
+        filling[kind] = members, room - size_mb
+    return [_group(members, dense) for members in [*full, *(members for members, _ in filling.values())]]
+
+
+def _group(members: Named, dense: bool) -> Group:
+    layout = Layout.of((name, p.numel()) for name, p in members)
+    like = members[0][1]
+    flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
+    return Group(layout, tuple(p for _, p in members), flat, dense)
+
+
+def _copy(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> None:
+    """All in one call: torch's own overhead for each parameter is larger than many a parameter."""
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
 def _version(parameter: Parameter) -> int | None:
     return None if parameter.grad is None else parameter.grad._version
-
-
-def _kind(parameter: Parameter) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import logging
+import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,43 +15,77 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from oktopk.adapters.grouping import Pack, make_packs
-from oktopk.adapters.reduction_thread import ReductionWorker, Ticket
+from oktopk.adapters.grouping import Group, clip_, make_groups
+from oktopk.adapters.reduction_thread import ReductionThread, Ticket, mark
 from oktopk.allreducer import AllReducer, Listener
 from oktopk.bucket import Bucket
 from oktopk.comm.base import Communicator, all_gather_int
 from oktopk.metrics.trainer_lists import MetricLists
-from oktopk.registry import ReducerFactory
+from oktopk.reduce.description import ReducerFactory
+from oktopk.settings import Settings, SettingsKeywords, lists_settings
 
-_STATE_KEY = "oktopk"
+logger = logging.getLogger("oktopk")
 
 
 class DistributedOptimizer(Optimizer):
-    """Wraps `optimizer`; its own step is what updates the parameters.
+    """Wraps any torch optimizer; its own step is what updates the parameters.
 
-    While backward runs, each full bucket of gradients is reduced by a background thread; `step()` waits for them,
+    While backward runs, each full group of gradients is reduced by a background thread; `step()` waits for them,
     replaces every `.grad` by the mean, and calls the wrapped step. Replicas must start equal: construct them from
-    one seed or call `broadcast_parameters()`. Settings are those of `oktopk.settings.Settings`.
+    one seed or call `broadcast_parameters()`.
 
-    Set `local = True` to accumulate: backward then only adds to `.grad`, until one runs with `local = False`.
     To look at or change gradients between backward and step, call `synchronize()` first.
+
+    Attributes:
+        allreducer: The AllReducer that the gradients pass.
+        local: Set it to True to accumulate: backward then only adds to `.grad`, until one runs with `local = False`.
+
+    Example:
+        >>> optimizer = oktopk.DistributedOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     model.named_parameters(),
+        ...     density=0.01,
+        ...     momentum_correction=0.9,
+        ... )
+        >>> loss.backward()
+        >>> optimizer.step()
     """
 
+    @lists_settings
     def __init__(  # the base class would take over the parameters: the wrapped optimizer keeps them
         self,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]],
-        compressor: str | ReducerFactory = "oktopk",
+        reducer: str | ReducerFactory = "oktopk",
         *,
         comm: str | Communicator = "auto",
         trainer: MetricLists | None = None,
         norm_clip: float | None = None,
         bucket_cap_mb: float = 25.0,
         dense_vectors: bool = False,
-        **settings: Any,
+        settings: Settings | None = None,
+        **keywords: Unpack[SettingsKeywords],
     ) -> None:
-        if norm_clip is not None and not norm_clip > 0:
-            raise ValueError(f"norm_clip={norm_clip!r}: must be a positive norm, or None for no clipping")
+        """Wrap an optimizer; a collective call.
+
+        Args:
+            optimizer: The optimizer that updates the parameters.
+            named_parameters: `model.named_parameters()` of the whole model.
+            reducer: A name from the registry, or a function that makes a Reducer from ReducerSettings.
+            comm: "auto", "torch", "mpi" or a Communicator, see AllReducer.
+            trainer: Its lists `sparsities`, `compression_ratios` and `communication_sizes` are filled.
+            norm_clip: Scale this rank's gradient to at most this norm before it is compressed. Reductions then start
+                when backward has ended.
+            bucket_cap_mb: The largest group of gradients that is reduced together, in MiB.
+            dense_vectors: Never compress parameters of one dimension: biases and norm layers.
+            settings: All settings in one object; or give them as keywords, which override it:
+            **keywords: See Settings.
+
+        Raises:
+            ValueError: Parameters without a name or with one name twice, ranks with other parameters, LBFGS, an unknown
+                name or setting, or a value that cannot be.
+        """
+        check_norm_clip(norm_clip)
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: must be positive")
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -57,52 +93,65 @@ class DistributedOptimizer(Optimizer):
         named = _named_parameters_of(optimizer, named_parameters)
         self._inner = optimizer
         self._norm_clip = norm_clip
-        self.allreducer = AllReducer(compressor, comm=comm, trainer=trainer, **settings)
-        self._owns_comm = isinstance(comm, str)
+        self.allreducer = AllReducer(reducer, comm=comm, trainer=trainer, settings=settings, **keywords)
         _check_same_model(named, self.allreducer.comm)
-        self._packs = make_packs(named, bucket_cap_mb, dense_vectors)
-        self._pack_of = {
-            id(p): (pack, slot.name)
-            for pack in self._packs
-            for slot, p in zip(pack.slots, pack.parameters, strict=True)
-        }
+        self._warn_of_momentum()
+        self._groups = make_groups(named, bucket_cap_mb, dense_vectors)
+        self._group_of = {id(p): group for group in self._groups for p in group.parameters}
         self.local = False
-        self._worker = ReductionWorker()
+        self._thread = ReductionThread()
+        self._lock = threading.Lock()
+        """Autograd calls hooks on one thread for each device."""
         self._tickets: list[Ticket] = []
         self._unused: set[str] = set()
         self._synchronized = False
-        self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in named]
+        self.allreducer.on_load(_weakly(self, DistributedOptimizer._forget_step))
+        on_gradient = _weakly(self, DistributedOptimizer._on_gradient)
+        self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in named]
+        self._end = weakref.finalize(self, _remove_all, self._hooks)
+        self._end.atexit = False
 
     # --- a step
 
     def synchronize(self) -> None:
         """Wait until every `.grad` is the mean over all ranks. `step()` does it, unless you did to look at them.
 
-        Raises what went wrong in the background.
+        Raises:
+            NonFiniteGradientError: On every rank alike, see AllReducer.reduce.
+            RuntimeError: What went wrong in the background, or gradients that were changed meanwhile.
         """
         if self._synchronized:
             return
         self._refuse_strangers()
         if self._norm_clip is not None:
-            self._clip(self._norm_clip)
-        for pack in self._packs[len(self._tickets) :]:
-            self._submit(pack)
-        self._tickets.append(self._worker.submit(self.allreducer.end_step))
-        tickets, self._tickets = self._tickets, []
-        for pack in self._packs:
-            pack.ready.clear()
+            clip_([p.grad for group in self._groups for p in group.parameters if p.grad is not None], self._norm_clip)
+        with self._lock:
+            for group in self._groups[len(self._tickets) :]:
+                group.input_ready = mark(group.flat.device)
+                self._submit(group)
+            self._tickets.append(self._thread.submit(self.allreducer.end_step, torch.device("cpu")))
+            tickets, self._tickets = self._tickets, []
+            for group in self._groups:
+                group.ready.clear()
         for ticket in tickets:
             ticket.wait()
         skipped, unused = self.allreducer.last_step_skipped, frozenset(self._unused)
-        for pack in self._packs:
-            pack.hand_back(frozenset(slot.name for slot in pack.slots) if skipped else unused)
+        for group in self._groups:
+            group.hand_back(frozenset(slot.name for slot in group.layout.slots) if skipped else unused)
         self._unused.clear()
         self._synchronized = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The wrapped optimizer's step on the averaged gradients; left out where all ranks skip (policy `skip`).
+        """Take the wrapped optimizer's step on the averaged gradients; left out where all ranks skip (policy `skip`).
 
-        A `closure` is called once, before the gradients are awaited.
+        Args:
+            closure: Is called once, before the gradients are awaited.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            NonFiniteGradientError: On every rank alike, see AllReducer.reduce.
         """
         loss = None
         if closure is not None:
@@ -121,99 +170,138 @@ class DistributedOptimizer(Optimizer):
         self._inner.zero_grad(set_to_none)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Called by autograd when a parameter's gradient is complete."""
-        pack, name = self._pack_of[id(parameter)]
-        if name in pack.ready or self._synchronized:
-            raise RuntimeError(
-                f"a second backward() reached {name!r} before step(): set `local = True` for all but the last "
-                "backward of a step"
-            )
-        if self.local or self._norm_clip is not None:  # clipping needs all gradients: they go at synchronize()
-            return
-        pack.ready.add(name)
-        # In the order of the buckets, which is the same on all ranks, whatever the order of the gradients.
-        while len(self._tickets) < len(self._packs):
-            following = self._packs[len(self._tickets)]
-            if len(following.ready) < len(following.slots):
-                break
-            self._submit(following)
+        group = self._group_of[id(parameter)]
+        with self._lock:
+            if id(parameter) in group.ready or self._synchronized:
+                raise RuntimeError(
+                    f"a second backward() reached {_name_of(parameter, group)!r} before step(): set `local = True` for "
+                    "all but the last backward of a step"
+                )
+            if self.local or self._norm_clip is not None:  # clipping needs all gradients: they go at synchronize()
+                return
+            group.ready.add(id(parameter))
+            if group.is_full:
+                group.input_ready = mark(group.flat.device)
+            # In the order of the groups, which is the same on all ranks, whatever the order of the gradients.
+            while len(self._tickets) < len(self._groups) and self._groups[len(self._tickets)].is_full:
+                self._submit(self._groups[len(self._tickets)])
 
     def _refuse_strangers(self) -> None:
-        """A parameter that was frozen when it was wrapped has no place in the packs: it would train on its own."""
-        for group in self._inner.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._pack_of:
+        """A parameter that was frozen when it was wrapped has no place in the groups: it would train on its own."""
+        for param_group in self._inner.param_groups:
+            for parameter in param_group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._group_of:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} got a gradient but required none when the "
                         "optimizer was wrapped: unfreeze parameters first, then wrap"
                     )
 
-    def _submit(self, pack: Pack) -> None:
-        pack.mark_versions()
-
+    def _submit(self, group: Group) -> None:
+        self.allreducer.busy = True
+        group.mark_versions()
         filled: list[Bucket] = []
 
         def prepare() -> None:
-            filled.append(pack.fill())
+            filled.append(group.fill())
             self.allreducer.prepare(filled[0])
 
         def job() -> None:
-            bucket = filled[0] if filled else pack.fill()
+            bucket = filled[0] if filled else group.fill()
             self._unused.update(self.allreducer.reduce(bucket).unused)
 
-        self._tickets.append(self._worker.submit(job, prepare=prepare))
+        self._tickets.append(
+            self._thread.submit(job, group.flat.device, input_ready=group.input_ready, prepare=prepare)
+        )
 
-    def _clip(self, limit: float) -> None:
-        """Scale this rank's gradients to a joint norm of at most `limit`. A non-finite norm scales nothing: the
-        reduction then names the parameter at fault."""
-        gradients = [p.grad for pack in self._packs for p in pack.parameters if p.grad is not None]
-        if not gradients:
-            return
-        norm = float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())  # one wait for a GPU
-        if limit < norm < math.inf:
-            for gradient in gradients:
-                gradient.mul_(limit / norm)
+    def _forget_step(self) -> None:
+        """A state was loaded: whatever was under way, or went wrong, is of no account any more."""
+        with self._lock:
+            for group in self._groups:
+                group.ready.clear()
+            self._tickets.clear()
+            self._unused.clear()
+            self._synchronized = False
+            self._thread.forget_failure()
 
     # --- what users ask for
 
     def set_trainer(self, trainer: MetricLists) -> None:
+        """From now on fill this trainer's lists."""
         self.allreducer.set_trainer(trainer)
 
-    def add_listener(self, listener: Listener) -> None:
-        self.allreducer.add_listener(listener)
+    def add_listener(self, listener: Listener) -> RemovableHandle:
+        """Call `listener(StepStats)` after every reduction, on the background thread; the handle has `remove()`."""
+        return self.allreducer.add_listener(listener)
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Overwrite the parameters with those of rank `root`. Nothing else is ever broadcast."""
         with torch.no_grad():
-            for pack in self._packs:
-                for parameter in pack.parameters:
+            for group in self._groups:
+                for parameter in group.parameters:
                     self.allreducer.comm.broadcast(parameter.data, root)
 
-    def stop(self) -> None:
-        """End the background thread and release the communicator. The wrapped optimizer stays usable."""
-        for hook in self._hooks:
-            hook.remove()
-        self._worker.stop()
-        if self._owns_comm:
-            self.allreducer.close()
+    def close(self) -> None:
+        """End the background thread and release the communicator. The wrapped optimizer stays usable.
+
+        The garbage collector does the same where nobody calls this.
+        """
+        self._end()
+        self._thread.close()
+        self.allreducer.close()
+
+    def training_state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state and this rank's residuals, thresholds and regions. Every rank saves its own.
+
+        Returns:
+            `{"optimizer": self.state_dict(), "allreducer": self.allreducer.state_dict()}`
+
+        Raises:
+            RuntimeError: Between backward and step, when the state is not whole.
+        """
+        return {"optimizer": self.state_dict(), "allreducer": self.allreducer.state_dict()}
+
+    def load_training_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `training_state_dict` was taken, also after an error.
+
+        Raises:
+            ValueError: The state of another rank, world, reducer or model.
+        """
+        self.allreducer.load_state_dict(state["allreducer"])
+        self._inner.load_state_dict(state["optimizer"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by torch.amp.GradScaler, whose losses and skipped steps other ranks would know nothing of."""
         raise RuntimeError("GradScaler does not work with DistributedOptimizer: train in bf16, which needs no scaling")
 
+    def _warn_of_momentum(self) -> None:
+        settings = self.allreducer.settings
+        has_momentum = any(group.get("momentum") for group in self._inner.param_groups)
+        if has_momentum and self.allreducer.reducer != "dense" and not settings.momentum_correction:
+            momentum = next(group["momentum"] for group in self._inner.param_groups if group.get("momentum"))
+            if self.allreducer.comm.rank == 0:
+                logger.warning(
+                    "the optimizer has momentum %g behind a sparse reducer, which trains worse than dense: give the "
+                    "optimizer momentum 0 and set momentum_correction=%g",
+                    momentum,
+                    momentum,
+                )
+
     # --- the face of a torch optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and beside it this rank's residuals and thresholds."""
-        return {**self._inner.state_dict(), _STATE_KEY: self.allreducer.state_dict()}
+        """The wrapped optimizer's state alone. `training_state_dict` has the residuals beside it.
+
+        Raises:
+            RuntimeError: Between backward and step.
+        """
+        if self._tickets:
+            raise RuntimeError("state_dict() between backward() and step(): call it after step()")
+        return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict()` gave; a plain optimizer's state leaves the residuals as they are."""
-        plain = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
-        if _STATE_KEY in state_dict:
-            self.allreducer.load_state_dict(state_dict[_STATE_KEY])
-        self._inner.load_state_dict(plain)
+        """Load the wrapped optimizer's state; residuals stay as they are."""
+        self._inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         del param_group
@@ -226,7 +314,33 @@ class DistributedOptimizer(Optimizer):
         return getattr(self._inner, name)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.allreducer.compressor}, {self._inner!r})"
+        return f"DistributedOptimizer({self.allreducer.reducer}, {self._inner!r})"
+
+
+def check_norm_clip(norm_clip: float | None) -> None:
+    if norm_clip is not None and not norm_clip > 0:
+        raise ValueError(f"norm_clip={norm_clip!r}: must be a positive norm, or None for no clipping")
+
+
+def _weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
+    """`method` of `owner`, for as long as it lives: a hook on a parameter must not keep the optimizer alive."""
+    reference = weakref.ref(owner)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, *arguments)
+
+    return call
+
+
+def _remove_all(hooks: list[RemovableHandle]) -> None:
+    for each in hooks:
+        each.remove()
+
+
+def _name_of(parameter: Tensor, group: Group) -> str:
+    return next(slot.name for slot, p in zip(group.layout.slots, group.parameters, strict=True) if p is parameter)
 
 
 def _named_parameters_of(
@@ -236,7 +350,7 @@ def _named_parameters_of(
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = [(name, p) for name, p in named_parameters if id(p) in wanted]
     names = [name for name, _ in named]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ValueError(f"named_parameters holds {twice[0]!r} twice: every parameter needs a name of its own")
     if len(named) != len(wanted):

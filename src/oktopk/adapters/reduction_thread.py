@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def mark(device: torch.device) -> Any:
+    """What was queued on the device so far, as an event to wait for; None where there is nothing to wait for."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class Ticket:
@@ -16,16 +22,18 @@ class Ticket:
     def __init__(
         self,
         job: Callable[[], None],
-        on_error: Callable[[BaseException], None] | None,
+        device: torch.device,
+        input_ready: Any,
         prepare: Callable[[], None] | None,
+        on_error: Callable[[BaseException], None] | None,
     ) -> None:
         self._job = job
+        self._device = device
+        self._input_ready = input_ready
         self._prepare = prepare
         self._on_error = on_error
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._device = torch.cuda.current_device() if _cuda_in_use() else None
-        self._input_ready: Any = _cuda_event()
         self._output_ready: Any = None
 
     def wait(self) -> None:
@@ -42,26 +50,21 @@ class Ticket:
         Once; what goes wrong comes out of `run`.
         """
         prepare, self._prepare = self._prepare, None
-        if prepare is None or self._device is None:
+        if prepare is None or self._device.type != "cuda":
             return
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(_own_stream(self._device)):
-                self._input_ready.wait()
-                prepare()
+            self._on_own_stream(prepare)
         except BaseException as error:
             self._error = error
 
     def run(self) -> None:
-        """On the submitter's device, on a stream of this thread's own."""
+        """On the bucket's device, on a stream of this thread's own."""
         if self._error is not None:
             raise self._error
-        if self._device is None:
-            self._job()
+        if self._device.type == "cuda":
+            self._on_own_stream(self._job)
         else:
-            with torch.cuda.device(self._device), torch.cuda.stream(_own_stream(self._device)):
-                self._input_ready.wait()
-                self._job()
-                self._output_ready = _cuda_event()
+            self._job()
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
@@ -70,73 +73,97 @@ class Ticket:
         if self._on_error is not None:
             self._on_error(error)
 
+    def _on_own_stream(self, call: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(_own_stream(self._device)):
+            if self._input_ready is not None:
+                self._input_ready.wait()
+            call()
+            self._output_ready = mark(self._device)
 
-class ReductionWorker:
-    """After a job has failed, every later one fails with the same error: its peers are no longer in step."""
+
+class ReductionThread:
+    """After a job has failed, every later one fails with the same error: its peers are no longer in step.
+
+    The thread ends when this is stopped or collected.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="oktopk-reductions", daemon=True)
+        self._failure: list[BaseException] = []
+        self._thread = threading.Thread(
+            target=_serve, args=(self._jobs, self._failure), name="oktopk-reductions", daemon=True
+        )
         self._thread.start()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end.atexit = False
 
     def submit(
         self,
         job: Callable[[], None],
-        on_error: Callable[[BaseException], None] | None = None,
+        device: torch.device,
+        *,
+        input_ready: Any = None,
         prepare: Callable[[], None] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
     ) -> Ticket:
-        """`prepare`, if there is one, comes before the job and may come before the jobs of others."""
+        """Hand in a job.
+
+        Args:
+            job: What to do.
+            device: Where its bucket is.
+            input_ready: `mark(device)`, taken by whoever made the input.
+            prepare: Comes before the job and may come before the jobs of others.
+            on_error: Is told of an error, on the thread.
+        """
         if not self._thread.is_alive():
-            raise RuntimeError("reductions were stopped: nothing can be reduced any more")
-        ticket = Ticket(job, on_error, prepare)
+            raise RuntimeError("reductions were closed: nothing can be reduced any more")
+        ticket = Ticket(job, device, input_ready, prepare, on_error)
         self._jobs.put(ticket)
         return ticket
 
-    def stop(self) -> None:
+    def forget_failure(self) -> None:
+        """Jobs that are handed in from now on are done again. Call it when all ranks start anew."""
+        self._failure.clear()
+
+    def close(self) -> None:
         """Finish what was handed in, then end the thread. Harmless when repeated."""
-        self._jobs.put(None)
+        self._end()
         self._thread.join()
 
-    def _run(self) -> None:
-        failure: BaseException | None = None
-        ahead: list[Ticket | None] = []
-        while (ticket := ahead.pop() if ahead else self._jobs.get()) is not None:
-            try:
-                if failure is not None:
-                    raise failure
-                ticket.prepare()
-                ahead = self._one_ahead()
-                ticket.run()
-            except BaseException as error:
-                failure = error
-                ticket.fail(error)
 
-    def _one_ahead(self) -> list[Ticket | None]:
-        """The next job, prepared, if it was handed in already. No more than one, so that memory stays bounded."""
+def _serve(jobs: queue.SimpleQueue[Ticket | None], failure: list[BaseException]) -> None:
+    """The thread holds no job while it waits for one, so that it keeps no model alive."""
+    ahead: list[Ticket | None] = []
+    while (ticket := ahead.pop() if ahead else jobs.get()) is not None:
         try:
-            following = self._jobs.get_nowait()
-        except queue.Empty:
-            return []
-        if following is not None:
-            following.prepare()
-        return [following]
+            if failure:
+                raise failure[0]
+            ticket.prepare()
+            ahead = _one_ahead(jobs)
+            ticket.run()
+        except BaseException as error:
+            failure[:] = [error]
+            ticket.fail(error)
+        ticket = None
 
 
-def _cuda_event() -> Any:
-    """A mark on the current stream; None where CUDA is not in use."""
-    return torch.cuda.current_stream().record_event() if _cuda_in_use() else None
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+def _one_ahead(jobs: queue.SimpleQueue[Ticket | None]) -> list[Ticket | None]:
+    """The next job, prepared, if it was handed in already. No more than one, so that memory stays bounded."""
+    try:
+        following = jobs.get_nowait()
+    except queue.Empty:
+        return []
+    if following is not None:
+        following.prepare()
+    return [following]
 
 
 _streams = threading.local()
 
 
-def _own_stream(device: int) -> Any:
+def _own_stream(device: torch.device) -> Any:
     """This thread's stream on that device."""
-    key = f"device{device}"
+    key = str(device)
     if not hasattr(_streams, key):
         setattr(_streams, key, torch.cuda.Stream(device, priority=-1))  # ahead of what can wait
     return getattr(_streams, key)

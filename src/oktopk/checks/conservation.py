@@ -15,6 +15,8 @@ from torch import Tensor
 
 from oktopk.bucket import Bucket
 from oktopk.comm.base import Communicator
+from oktopk.feedback.momentum import put_back
+from oktopk.feedback.residual import Owed
 from oktopk.kernels.torch_ops import hash_words
 from oktopk.sparse_vector import ints
 
@@ -35,11 +37,15 @@ class Guard:
         self._every = every
         self._owed: Tensor | None = None
 
-    def before(self, step: int, acc: Tensor) -> None:
-        self._owed = acc.clone() if self._every and step % self._every == 0 else None
+    def before(self, step: int, owed: Owed) -> None:
+        self._owed = None
+        if self._every and step % self._every == 0:
+            self._owed = owed.acc.values.clone()
+            for slot in owed.held:  # they owe what they owed before, and give up nothing
+                put_back(slot, owed.before, self._owed)
 
     def after(self, step: int, bucket: Bucket, residual: Tensor | None, comm: Communicator) -> None:
-        """`bucket.gradient` holds the mean as applied. Every rank finds the same, and raises alike."""
+        """`bucket.flat` holds the mean as applied. Every rank finds the same, and raises alike."""
         owed, self._owed = self._owed, None
         if owed is None:
             return
@@ -49,8 +55,8 @@ class Guard:
 
 
 def _check_hash(step: int, bucket: Bucket, comm: Communicator) -> None:
-    hashes = torch.zeros(comm.size, dtype=torch.int64, device=bucket.gradient.device)
-    hashes[comm.rank] = hash64(bucket.gradient)
+    hashes = torch.zeros(comm.size, dtype=torch.int64, device=bucket.flat.device)
+    hashes[comm.rank] = hash64(bucket.flat)
     comm.all_reduce(hashes)
     found = ints(hashes)
     common, _ = Counter(found).most_common(1)[0]
@@ -67,7 +73,7 @@ def _check_law(step: int, bucket: Bucket, given_up: Tensor, comm: Communicator) 
     mine = _probe(given_up)
     total = mine.clone()
     comm.all_reduce(total)
-    applied = _probe(bucket.gradient)
+    applied = _probe(bucket.flat)
     gap = (total[0] - comm.size * applied[0]).abs()
     size = _part_size(bucket.numel)
     allowed = (comm.size + 2) * (_EPSILON * (total[1] + comm.size * applied[1]) + size * _SMALLEST)
@@ -80,14 +86,14 @@ def _check_law(step: int, bucket: Bucket, given_up: Tensor, comm: Communicator) 
     first, last = worst * size, min(bucket.numel, (worst + 1) * size) - 1
     raise GuardViolation(
         f"step {step}, bucket {bucket.name}: the conservation law is broken by {float(gap[worst]):.6g} in elements "
-        f"{first} to {last} (from {bucket.slot_at(first).name} on; allowed {float(allowed[worst]):.2g}): "
+        f"{first} to {last} (from {bucket.layout.slot_at(first).name} on; allowed {float(allowed[worst]):.2g}): "
         f"{comm.size} * mean applied = {comm.size * float(applied[0, worst]):.6g}, but the residuals gave up "
         + ", ".join(f"{float(share):.6g} on rank {rank}" for rank, share in enumerate(shares))
     )
 
 
 def hash64(tensor: Tensor) -> Tensor:
-    """Of the elements' bits."""
+    """A hash of the elements' bits."""
     flat = tensor.detach().reshape(-1)
     return hash_words(flat.view(torch.int16 if flat.element_size() == 2 else torch.int32))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from oktopk.bucket import Bucket, Slot
 from oktopk.comm.base import Communicator
+from oktopk.select.base import Accumulated
 from oktopk.sparse_vector import ints
 
 _SAFE = 0.99  # sums are rounded, and so is each of them in bf16, by up to 2^-8: stay below the largest fp32
@@ -20,12 +20,16 @@ class NonFiniteGradientError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The same on every rank."""
+    """The same on every rank.
+
+    Attributes:
+        nonfinite: For each rank at fault, the first of its parameters whose gradient is not finite, or so large that
+            the sum would not be.
+        unused: Parameters without a gradient on any rank.
+    """
 
     nonfinite: dict[int, str]
-    """rank -> the first of its parameters whose gradient is not finite, or so large that the sum would not be"""
     unused: tuple[Slot, ...]
-    """parameters without a gradient on any rank"""
 
 
 def largest_safe(num_ranks: int) -> float:
@@ -33,29 +37,35 @@ def largest_safe(num_ranks: int) -> float:
     return float(torch.tensor(_SAFE * torch.finfo(torch.float32).max / num_ranks).item())
 
 
-def agree(bucket: Bucket, acc: Tensor, largest: float, comm: Communicator) -> Verdict:
-    """One small all_reduce of integers: P for the culprits, one for each parameter's use.
+def agree(bucket: Bucket, acc: Accumulated, comm: Communicator) -> Verdict:
+    """One all_reduce of P + 1 integers: who is at fault, and how many ranks miss a gradient.
 
-    `largest` is the largest magnitude in `acc`, or any number that is safe.
+    Where any does, a second one of an integer for each parameter finds those that nobody has a gradient for.
     """
     size, slots = comm.size, bucket.slots
-    used = [int(slot.name not in bucket.missing) for slot in slots]
-    votes = torch.tensor([0] * size + used, dtype=torch.int64)
-    votes[comm.rank] = _first_bad_slot(bucket, acc, largest, size)
-    votes = votes.to(comm.home(acc.device))
-    if size > 1:
-        comm.all_reduce(votes)
-    counted = ints(votes)
-    return Verdict(
-        {rank: slots[bad - 1].name for rank, bad in enumerate(counted[:size]) if bad},
-        tuple(slot for slot, users in zip(slots, counted[size:], strict=True) if users == 0),
-    )
+    home = comm.home(acc.values.device)
+    mine = [0] * size + [int(bool(bucket.missing))]
+    mine[comm.rank] = _first_bad_slot(bucket, acc, size)
+    votes = _summed(mine, home, comm)
+    nonfinite = {rank: slots[bad - 1].name for rank, bad in enumerate(votes[:size]) if bad}
+    if not votes[size]:
+        return Verdict(nonfinite, ())
+    used = _summed([int(slot.name not in bucket.missing) for slot in slots], home, comm)
+    return Verdict(nonfinite, tuple(slot for slot, users in zip(slots, used, strict=True) if users == 0))
 
 
-def _first_bad_slot(bucket: Bucket, acc: Tensor, largest: float, num_ranks: int) -> int:
+def _summed(values: list[int], home: torch.device, comm: Communicator) -> list[int]:
+    if comm.size == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.int64).to(home)
+    comm.all_reduce(total)
+    return ints(total)
+
+
+def _first_bad_slot(bucket: Bucket, acc: Accumulated, num_ranks: int) -> int:
     """The first parameter with NaN, Inf, or a value that P of its kind would sum to Inf; counted from 1, 0 for none."""
     limit = largest_safe(num_ranks)
-    if largest <= limit:  # NaN is not
+    if acc.largest <= limit:  # NaN is not
         return 0
-    position = int((~(acc.abs() <= limit)).nonzero()[0].item())
-    return 1 + bucket.slots.index(bucket.slot_at(position))
+    position = int((~(acc.values.abs() <= limit)).nonzero()[0].item())
+    return 1 + bucket.slots.index(bucket.layout.slot_at(position))

@@ -66,7 +66,11 @@ class Communicator(Protocol):
     def barrier(self) -> None: ...
 
     def close(self) -> None:
-        """Release what the communicator made for itself."""
+        """Release what the communicator made for itself. All ranks call it."""
+        ...
+
+    def release(self) -> None:
+        """As `close`, without the other ranks: the garbage collector comes when it likes."""
         ...
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.comm.pairwise import LENGTH_BYTES, is_direct
+from oktopk.comm.sizes import LENGTH_BYTES, is_direct, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,6 @@ class Traffic:
             self.messages_received + other.messages_received,
             self.seconds + other.seconds,
         )
-
-
-def ring_bytes(num_bytes: int, num_ranks: int) -> int:
-    """What a rank sends in a ring all-reduce of `num_bytes`."""
-    return -(-2 * num_bytes * (num_ranks - 1) // num_ranks)
 
 
 class CountingCommunicator:
@@ -170,6 +165,9 @@ class CountingCommunicator:
 
     def close(self) -> None:
         self._inner.close()
+
+    def release(self) -> None:
+        self._inner.release()
 
     def _record_swap(
         self,

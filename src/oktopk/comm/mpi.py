@@ -53,6 +53,9 @@ class MpiCommunicator(PairwiseExchange):
             self._comm.Free()
         self._comm = None
 
+    def release(self) -> None:
+        self._comm = None  # freeing a communicator asks all ranks
+
     def home(self, device: torch.device) -> torch.device:  # noqa: ARG002 - whatever it was
         return torch.device("cpu")
 

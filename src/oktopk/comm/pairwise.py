@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.base import check_buffer
+from oktopk.comm.sizes import LENGTH_BYTES, is_direct
 
-LENGTH_BYTES = 8
-_DIRECT_BYTES = 16384
 Messages = Sequence[tuple[int, Tensor]]  # (peer, buffer)
-
-
-def is_direct(num_bytes: int, num_ranks: int) -> bool:
-    """Whether an all_reduce of so much goes straight to every peer."""
-    return num_bytes * (num_ranks - 1) <= _DIRECT_BYTES
 
 
 class PairwiseExchange(ABC):

@@ -204,6 +204,9 @@ class SimulatedCommunicator:
     def close(self) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
     def _collective(self, operation: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         self._count(operation)
         self._turn += 1

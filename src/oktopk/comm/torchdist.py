@@ -10,6 +10,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from oktopk.comm.base import DEFAULT_TIMEOUT_S, CommunicationError
 from oktopk.comm.pairwise import Messages, PairwiseExchange
@@ -22,10 +23,17 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def initialize(backend: str, rank: int, size: int, timeout_s: float) -> None:
-    """Join the process group that MASTER_ADDR and MASTER_PORT name, unless this process already did."""
-    if not is_initialized():
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+def initialize(backend: str, rank: int, size: int, timeout_s: float, store: Store | None = None) -> None:
+    """Join the process group that meets in `store`, unless this process is in one already.
+
+    Without a store, MASTER_ADDR and MASTER_PORT say where the ranks meet.
+    """
+    if is_initialized():
+        return
+    timeout = timedelta(seconds=timeout_s)
+    if store is not None:
+        store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 class TorchDistCommunicator(PairwiseExchange):
@@ -69,6 +77,9 @@ class TorchDistCommunicator(PairwiseExchange):
         if self.size and is_initialized() and not self._is_part:
             dist.destroy_process_group(self._group)
         self.size = 0
+
+    def release(self) -> None:
+        self.close()  # destroying a group asks nobody
 
     def home(self, device: torch.device) -> torch.device:
         return torch.device("cpu") if self._on_host else device

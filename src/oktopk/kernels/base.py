@@ -41,6 +41,18 @@ class Seen:
     """All of them, sorted; None where there were more than there was room for. Of no use where one is NaN or Inf."""
 
 
+@dataclass(frozen=True)
+class Velocity:
+    """Momentum on the way in: `new = momentum * old + gradient`, rounded once, takes the gradient's place.
+
+    `old` is None where nothing has moved yet. All are flat, fp32 and of the gradient's length.
+    """
+
+    old: Tensor | None
+    new: Tensor
+    momentum: float
+
+
 class Kernels(Protocol):
     """Loops over flat, contiguous fp32 tensors. Thresholds compare as fp32; zero never reaches one.
 
@@ -48,12 +60,20 @@ class Kernels(Protocol):
     """
 
     def accumulate(
-        self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
+        self,
+        residual: Tensor | None,
+        gradient: Tensor,
+        out: Tensor,
+        floor: float,
+        room: int,
+        home: torch.device,
+        velocity: Velocity | None = None,
     ) -> Callable[[], Seen]:
         """`out = residual + gradient` (any float dtype), and in the same pass what reached `floor`, put on `home`.
 
-        `out` is neither of them. NaN reaches any floor. A GPU works on while others are asked: what was seen is known
-        when the function that is returned is called, on the same stream.
+        With `velocity`, its `new` is written and takes the gradient's place. `out` is none of the others. NaN reaches
+        any floor. A GPU works on while others are asked: what was seen is known when the function that is returned is
+        called, on the same stream.
         """
         ...
 
@@ -89,12 +109,12 @@ class Kernels(Protocol):
         """`target[index] -= value`; `target` is fp32."""
         ...
 
-    def pack(self, indices: Tensor, width: int) -> Tensor:
+    def encode_gaps(self, indices: Tensor, width: int) -> Tensor:
         """Sorted int64 indices as the gaps between them, in `width` (1 or 2) bytes each: see `oktopk.wire`."""
         ...
 
-    def unpack(self, packed: Tensor, width: int, count: int) -> Tensor | None:
-        """The `count` indices that `pack` packed; None where `packed` holds another number of them."""
+    def decode_gaps(self, encoded: Tensor, width: int, count: int) -> Tensor | None:
+        """The `count` indices that `encode_gaps` encoded; None where `encoded` holds another number of them."""
         ...
 
     def hash_words(self, words: Tensor) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import errors
+from numba.core import cgutils, errors
 from numba.extending import intrinsic
 
 LANES = 64
@@ -96,6 +96,48 @@ def _adding(past_caches: bool):
 _add_past_caches, _add = _adding(True), _adding(False)
 
 
+def _moving(past_caches: bool):
+    """new = momentum * old + gradient, rounded once; out = residual + new; and which of `out` reach the floor."""
+
+    @intrinsic
+    def move(typingctx, residual, gradient, old, new, out, momentum, floor):  # noqa: ARG001
+        def generate(context, builder, signature, arguments):  # noqa: ARG001
+            residual, gradient, old, new, out, momentum, floor = arguments
+            undefined = ir.Constant(_FLOATS, ir.Undefined)
+            first = builder.insert_element(undefined, momentum, ir.Constant(ir.IntType(32), 0))
+            factor = builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+            loaded = [builder.load(_vector_at(builder, pointer), align=4) for pointer in (residual, gradient, old)]
+            fma = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
+            )
+            velocity = builder.call(fma, [loaded[2], factor, loaded[1]])
+            total = builder.fadd(loaded[0], velocity)
+            for vector, target in ((velocity, new), (total, out)):
+                store = builder.store(vector, _vector_at(builder, target), align=64 if past_caches else 4)
+                if past_caches:
+                    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            return _reaches(builder, total, floor)
+
+        pointer = types.CPointer(types.float32)
+        inputs = (pointer, pointer, pointer, pointer, pointer, types.float32, types.int32)
+        return types.uint64(*inputs), generate
+
+    return move
+
+
+_move_past_caches, _move = _moving(True), _moving(False)
+
+
+@intrinsic
+def _fma(typingctx, a, b, c):  # noqa: ARG001
+    """a * b + c, rounded once."""
+
+    def generate(context, builder, signature, arguments):  # noqa: ARG001
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
 @intrinsic
 def _lowest_bit(typingctx, word):  # noqa: ARG001
     def generate(context, builder, signature, arguments):  # noqa: ARG001
@@ -139,6 +181,39 @@ def accumulate(residual, gradient, out, past_caches, floor, indices, values):
             count += 1
     for at in range(whole, out.size):
         out[at] = residual[at] + gradient[at]
+        if _magnitude(out[at]) >= floor:
+            largest = max(largest, _magnitude(out[at]))
+            if count < room:
+                indices[count] = at
+                values[count] = out[at]
+            count += 1
+    return count, largest
+
+
+@compiled
+def accumulate_velocity(residual, gradient, out, old, new, momentum, past_caches, floor, indices, values):
+    """new = momentum * old + gradient and out = residual + new; else as `accumulate`."""
+    room, count, largest = indices.size, 0, np.int32(0)
+    whole = out.size - out.size % LANES
+    for start in range(0, whole, LANES):
+        sources = _address(residual, start), _address(gradient, start), _address(old, start)
+        targets = _address(new, start), _address(out, start)
+        if past_caches:
+            which = _move_past_caches(sources[0], sources[1], sources[2], targets[0], targets[1], momentum, floor)
+        else:
+            which = _move(sources[0], sources[1], sources[2], targets[0], targets[1], momentum, floor)
+        while which:
+            at = start + _lowest_bit(which)
+            which &= which - ONE
+            value = residual[at] + _fma(old[at], momentum, gradient[at])
+            largest = max(largest, _magnitude(value))
+            if count < room:
+                indices[count] = at
+                values[count] = value
+            count += 1
+    for at in range(whole, out.size):
+        new[at] = _fma(old[at], momentum, gradient[at])
+        out[at] = residual[at] + new[at]
         if _magnitude(out[at]) >= floor:
             largest = max(largest, _magnitude(out[at]))
             if count < room:
@@ -253,36 +328,36 @@ def subtract(target, indices, values):
 
 
 @compiled
-def pack(indices, most, packed):
+def encode_gaps(indices, most, encoded):
     """Writes gaps as digits; returns how many digits there are, also beyond the room there is."""
     count, following = 0, 0
     for at in range(indices.size):
         gap = indices[at] - following
         following = indices[at] + 1
         while gap >= most:
-            if count < packed.size:
-                packed[count] = most
+            if count < encoded.size:
+                encoded[count] = most
             count += 1
             gap -= most
-        if count < packed.size:
-            packed[count] = gap
+        if count < encoded.size:
+            encoded[count] = gap
         count += 1
     return count
 
 
 @compiled
-def unpack(packed, most, indices):
+def decode_gaps(encoded, most, indices):
     """Reads digits; returns how many indices there are, also beyond the room there is, or -1 for half a gap."""
     count, following, digit = 0, 0, 0
-    for at in range(packed.size):
-        digit = np.int64(packed[at])
+    for at in range(encoded.size):
+        digit = np.int64(encoded[at])
         following += digit
         if digit != most:
             if count < indices.size:
                 indices[count] = following
             count += 1
             following += 1
-    return -1 if packed.size and digit == most else count
+    return -1 if encoded.size and digit == most else count
 
 
 @compiled

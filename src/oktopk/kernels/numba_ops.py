@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import numba_loops as loops
-from oktopk.kernels.base import Seen, floor_bits, number_of
-from oktopk.kernels.torch_ops import TorchKernels, digits
+from oktopk.kernels.base import Seen, Velocity, floor_bits, number_of
+from oktopk.kernels.torch_ops import TorchKernels, digits, plain_velocity
 from oktopk.sparse_vector import SparseVector
 
 Array = np.ndarray[Any, Any]
@@ -26,18 +26,31 @@ class NumbaKernels:
         self._plain = TorchKernels()
 
     def accumulate(
-        self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
+        self,
+        residual: Tensor | None,
+        gradient: Tensor,
+        out: Tensor,
+        floor: float,
+        room: int,
+        home: torch.device,
+        velocity: Velocity | None = None,
     ) -> Callable[[], Seen]:
         indices, values = _space(min(room, out.numel()))
+        looking = np.int32(floor_bits(floor)), _array(indices), _array(values)
+        if velocity is not None and (velocity.old is None or residual is None):
+            gradient, velocity = plain_velocity(velocity, gradient), None
         if residual is None:
             out.copy_(gradient)
-            count, largest = loops.above(_array(out), np.int32(floor_bits(floor)), _array(indices), _array(values))
-        else:
+            count, largest = loops.above(_array(out), *looking)
+        elif velocity is None:
             arrays = _array(residual), _array(gradient.to(torch.float32)), _array(out)
-            on_a_line = out.data_ptr() % _CACHE_LINE == 0
-            count, largest = loops.accumulate(
-                *arrays, on_a_line, np.int32(floor_bits(floor)), _array(indices), _array(values)
-            )
+            count, largest = loops.accumulate(*arrays, _on_a_line(out), *looking)
+        else:
+            assert velocity.old is not None
+            moving = _array(velocity.old), _array(velocity.new), np.float32(velocity.momentum)
+            arrays = _array(residual), _array(gradient.to(torch.float32)), _array(out)
+            past_caches = _on_a_line(out) and _on_a_line(velocity.new)
+            count, largest = loops.accumulate_velocity(*arrays, *moving, past_caches, *looking)
         candidates = _vector(indices, values, count, out.numel()) if count <= room else None
         seen = Seen(number_of(largest), None if candidates is None else candidates.to(home))
         return lambda: seen
@@ -80,21 +93,25 @@ class NumbaKernels:
     def subtract(self, target: Tensor, vector: SparseVector) -> None:
         loops.subtract(_array(target), *_arrays(vector))
 
-    def pack(self, indices: Tensor, width: int) -> Tensor:
+    def encode_gaps(self, indices: Tensor, width: int) -> Tensor:
         dtype, most = digits(width)
         span = int(indices[-1].item()) if len(indices) else 0
-        packed = torch.empty(len(indices) + span // most, dtype=dtype)
-        count = loops.pack(_array(indices), most, _unsigned(packed))
-        return packed[:count].view(torch.uint8)
+        encoded = torch.empty(len(indices) + span // most, dtype=dtype)
+        count = loops.encode_gaps(_array(indices), most, _unsigned(encoded))
+        return encoded[:count].view(torch.uint8)
 
-    def unpack(self, packed: Tensor, width: int, count: int) -> Tensor | None:
+    def decode_gaps(self, encoded: Tensor, width: int, count: int) -> Tensor | None:
         dtype, most = digits(width)
         indices = torch.empty(count, dtype=torch.int64)
-        found = loops.unpack(_unsigned(packed.view(dtype)), most, _array(indices))
+        found = loops.decode_gaps(_unsigned(encoded.view(dtype)), most, _array(indices))
         return indices if found == count else None
 
     def hash_words(self, words: Tensor) -> int:
         return int(np.uint64(loops.hash_words(_array(words))).astype(np.int64))
+
+
+def _on_a_line(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % _CACHE_LINE == 0
 
 
 def _array(tensor: Tensor) -> Array:

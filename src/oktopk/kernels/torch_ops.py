@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from oktopk.kernels.base import MAGNITUDE_BITS, Seen
+from oktopk.kernels.base import MAGNITUDE_BITS, Seen, Velocity
 from oktopk.sparse_vector import SparseVector
 
 HASH_SPREAD = -7046029254386353131
@@ -35,12 +35,26 @@ def plain_sum(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
         torch.add(residual, gradient.to(torch.float32), out=out)
 
 
+def plain_velocity(velocity: Velocity, gradient: Tensor) -> Tensor:
+    """Write and return the new velocity."""
+    velocity.new.copy_(gradient)
+    return velocity.new if velocity.old is None else velocity.new.add_(velocity.old, alpha=velocity.momentum)
+
+
 class TorchKernels:
     """No state."""
 
     def accumulate(
-        self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
+        self,
+        residual: Tensor | None,
+        gradient: Tensor,
+        out: Tensor,
+        floor: float,
+        room: int,
+        home: torch.device,
+        velocity: Velocity | None = None,
     ) -> Callable[[], Seen]:
+        gradient = gradient if velocity is None else plain_velocity(velocity, gradient)
         plain_sum(residual, gradient, out)
         largest = out.abs().max() if out.numel() else torch.zeros(())
         found = self.above(out, floor, room) if bool(torch.isfinite(largest)) else None
@@ -72,18 +86,18 @@ class TorchKernels:
     def subtract(self, target: Tensor, vector: SparseVector) -> None:
         target[vector.indices] -= vector.values
 
-    def pack(self, indices: Tensor, width: int) -> Tensor:
+    def encode_gaps(self, indices: Tensor, width: int) -> Tensor:
         dtype, most = digits(width)
         gaps = torch.diff(indices, prepend=indices.new_tensor([-1])) - 1
         ends = torch.cumsum(gaps // most + 1, 0)
         size = int(ends[-1].item()) if len(ends) else 0
-        packed = torch.full((size,), most, device=indices.device).to(dtype)
-        packed[ends - 1] = (gaps % most).to(dtype)
-        return packed.view(torch.uint8)
+        encoded = torch.full((size,), most, device=indices.device).to(dtype)
+        encoded[ends - 1] = (gaps % most).to(dtype)
+        return encoded.view(torch.uint8)
 
-    def unpack(self, packed: Tensor, width: int, count: int) -> Tensor | None:
+    def decode_gaps(self, encoded: Tensor, width: int, count: int) -> Tensor | None:
         dtype, most = digits(width)
-        steps = packed.view(dtype).to(torch.int64) & most
+        steps = encoded.view(dtype).to(torch.int64) & most
         is_last = steps != most
         after = torch.cumsum(steps + is_last, 0)
         indices = after[is_last] - 1

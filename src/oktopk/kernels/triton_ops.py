@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import triton_loops as loops
-from oktopk.kernels.base import Seen, floor_bits, number_of
-from oktopk.kernels.torch_ops import TorchKernels
+from oktopk.kernels.base import Seen, Velocity, floor_bits, number_of
+from oktopk.kernels.torch_ops import TorchKernels, plain_velocity
 from oktopk.sparse_vector import SparseVector, ints
 
 _BLOCK, _LOOK_WARPS = 2048, 4
@@ -26,8 +26,16 @@ class TritonKernels(TorchKernels):
     """No state. One pass over a bucket, then one copy and one wait for what it found."""
 
     def accumulate(
-        self, residual: Tensor | None, gradient: Tensor, out: Tensor, floor: float, room: int, home: torch.device
+        self,
+        residual: Tensor | None,
+        gradient: Tensor,
+        out: Tensor,
+        floor: float,
+        room: int,
+        home: torch.device,
+        velocity: Velocity | None = None,
     ) -> Callable[[], Seen]:
+        gradient = gradient if velocity is None else plain_velocity(velocity, gradient)
         return _look(residual, gradient, out, floor, min(room, out.numel())).fetch(home)
 
     def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:

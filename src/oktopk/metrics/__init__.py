@@ -1,5 +1,1 @@
-"""Listeners: what is told of every reduction, and where it is written."""
-
-from oktopk.metrics.trainer_lists import MetricLists, TrainerLists, format_mean, mean_or_none
-
-__all__ = ["MetricLists", "TrainerLists", "format_mean", "mean_or_none"]
+"""What one reduction did and cost, and who is told."""

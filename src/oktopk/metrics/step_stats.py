@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Phase = Literal["dense", "sparse"]
+from oktopk.reduce.base import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """What one reduction of one bucket did and cost, on this rank."""
+    """What one reduction of one bucket did and cost, on this rank.
+
+    Attributes:
+        step: The step, counted from 0.
+        bucket: Its first and last parameter.
+        phase: `dense` or `sparse`.
+        n: Elements in the bucket.
+        k: Elements wanted; n in a dense step.
+        local_count: Elements that this rank chose.
+        global_count: Elements that were applied.
+        local_threshold: The magnitude from which on this rank chose.
+        global_threshold: The magnitude from which on sums were applied.
+        bytes_sent: Bytes that left this rank, headers and agreements included; likewise the other three.
+        seconds: Wall-clock seconds by stage, see `oktopk.metrics.meter.STAGES`; together the time of the reduction.
+        skipped: The step was skipped on all ranks; nothing was applied.
+        unused: Parameters that no rank had a gradient for; nothing was applied to them.
+    """
 
     step: int
     bucket: str
@@ -29,7 +44,6 @@ class StepStats:
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped: bool = False
     unused: tuple[str, ...] = ()
-    """Parameters that no rank had a gradient for: nothing was applied to them."""
 
     @property
     def sparsity(self) -> float:

@@ -9,44 +9,72 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from oktopk.comm.base import Communicator
-from oktopk.metrics.step_stats import Phase
 from oktopk.reduce.exchange import Exchange
-from oktopk.select.base import Selector
+from oktopk.select.base import Accumulated, Selector
 from oktopk.sparse_vector import SparseVector
 
+Phase = Literal["dense", "sparse"]
 Thresholds = Literal["exact", "reuse"]
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """What one sparse allreduce did.
+class DenseReduction:
+    """Every element of every rank's `acc` was applied; nothing of it is owed any more.
 
-    `mean` is what every rank applies, the same bits on all of them. `contribution` is what of this rank's `acc`
-    went into it: over all ranks the contributions add up to P * mean, and `acc - contribution` is what is still
-    owed. Dense tensors mean "every element"; a dense `contribution` may be the caller's own `acc`.
+    Attributes:
+        mean: What every rank applies, the same bits on all of them.
     """
 
-    mean: Tensor | SparseVector
-    contribution: Tensor | SparseVector
+    mean: Tensor
+
+    @property
+    def local_count(self) -> int:
+        return self.mean.numel()
+
+    @property
+    def global_count(self) -> int:
+        return self.mean.numel()
+
+    local_threshold = None
+    global_threshold = None
+    phase: Phase = "dense"
+
+
+@dataclass(frozen=True)
+class SparseReduction:
+    """Some elements were applied.
+
+    Attributes:
+        mean: What every rank applies, the same bits on all of them.
+        contribution: What of this rank's `acc` went into it. Over all ranks the contributions add up to P * mean, and
+            `acc - contribution` is still owed.
+        local_count: How many elements this rank chose.
+        global_count: How many were applied.
+        local_threshold: The magnitude from which on this rank chose, where it knows one.
+        global_threshold: The magnitude from which on sums were applied, where there is one.
+    """
+
+    mean: SparseVector
+    contribution: SparseVector
     local_count: int
     global_count: int
     local_threshold: float | None = None
     global_threshold: float | None = None
+    phase: Phase = "sparse"
 
-    @property
-    def phase(self) -> Phase:
-        return "sparse" if isinstance(self.mean, SparseVector) else "dense"
+
+Reduction = DenseReduction | SparseReduction
 
 
 class Reducer(Protocol):
     """One allreduce of one bucket; an instance belongs to one bucket and may remember thresholds and regions.
 
-    `reduce` is called by every rank at the same step with its own `acc` (flat, finite, fp32, of one length) and the
-    same `k`. It does not write into `acc`. What it returns obeys the law: over all ranks, the contributions sum to
+    `reduce` is called by every rank at the same step with its own `acc` (finite, of one length) and the same `k`. It
+    does not write into `acc`. What it returns obeys the law: over all ranks, the contributions sum to
     P * mean, and `mean` has the same bits everywhere.
     """
 
-    def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction: ...
+    def reduce(self, acc: Accumulated, comm: Communicator, k: int) -> Reduction: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

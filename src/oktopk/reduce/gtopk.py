@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import math
 
 from oktopk.comm.base import Communicator
-from oktopk.reduce.base import ReducerSettings, Reduction, Stateless
+from oktopk.comm.sizes import LENGTH_BYTES
+from oktopk.reduce.base import ReducerSettings, SparseReduction, Stateless
+from oktopk.reduce.description import Bound, ReducerDescription
 from oktopk.reduce.exchange import mean_of
 from oktopk.reduce.local_selection import smallest_magnitude
+from oktopk.reduce.volume import Round, SteadyStep, Volume, packed_bytes
+from oktopk.reduce.work import Amount, Work
+from oktopk.select.base import Accumulated
 from oktopk.sparse_vector import SparseVector
 
 
@@ -22,13 +27,13 @@ class GTopk(Stateless):
         self._selector = settings.selector
         self._exchange = settings.exchange
 
-    def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
+    def reduce(self, acc: Accumulated, comm: Communicator, k: int) -> SparseReduction:
         chosen = self._selector.top_k(acc, k)
         device, exchange = chosen.indices.device, self._exchange
         best, contribution = chosen, chosen
         parent, children = _relatives(comm.rank, comm.size)
         for child in children:
-            merged = exchange.kernels.sum([best, exchange.decode(comm.recv(child, device), acc.numel())])
+            merged = exchange.kernels.sum([best, exchange.decode(comm.recv(child, device), acc.values.numel())])
             best, dropped = self._keep(merged, k)
             contribution = exchange.kernels.sum([contribution, dropped.negate()])
         best, gained = exchange.rounded(best)
@@ -36,10 +41,10 @@ class GTopk(Stateless):
             contribution = exchange.kernels.sum([contribution, gained])
         if parent is not None:
             comm.send(exchange.encode(best), parent)
-            best = exchange.decode(comm.recv(parent, device), acc.numel())
+            best = exchange.decode(comm.recv(parent, device), acc.values.numel())
         for child in reversed(children):
             comm.send(exchange.encode(best), child)
-        return Reduction(
+        return SparseReduction(
             mean_of(best, comm.size),
             contribution,
             local_count=len(chosen),
@@ -50,7 +55,7 @@ class GTopk(Stateless):
 
     def _keep(self, merged: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
         """The k largest, and the rest."""
-        positions = self._selector.top_k(merged.values, k).indices
+        positions = self._selector.largest(merged.values, k)
         kept = merged.values.new_zeros(len(merged)).bool()
         kept[positions] = True
         return merged.where(kept), merged.where(~kept)
@@ -62,3 +67,36 @@ def _relatives(rank: int, size: int) -> tuple[int | None, list[int]]:
     distances = [1 << shift for shift in range(lowest_bit.bit_length() - 1)]
     children = [rank + distance for distance in distances if rank + distance < size]
     return (rank - lowest_bit if rank else None), children
+
+
+# --- its description
+
+
+def _volume(step: SteadyStep) -> Volume:
+    """Over every edge of the tree k pairs go up and k come down; the root sends to every level."""
+    levels = step.num_peers.bit_length()
+    size = LENGTH_BYTES + packed_bytes(step, step.k, step.n)
+    share = 2 * step.num_peers / (step.num_ranks * max(1, levels))
+    return Volume(float(step.k), (Round("tree", 2, round(size), 2.0 * step.k, share),) * levels)
+
+
+def _work(step: SteadyStep) -> Work:
+    """One merge waits for the other; the winners then go down the same way."""
+    levels, k = step.num_peers.bit_length(), step.k
+    both_ways = Amount(2.0 * levels, 2.0 * k * levels)
+    return Work(
+        encoded=both_ways,
+        decoded=both_ways,
+        summed=Amount(4.0 * levels, 4.0 * k * levels),
+        chosen=k * levels,
+    )
+
+
+GTOPK = ReducerDescription(
+    name="gtopk",
+    factory=GTopk,
+    bound=Bound("4k log2 P", lambda _, k, num_ranks: 4 * k * math.log2(num_ranks)),
+    volume=_volume,
+    work=_work,
+    half_duplex=True,
+)

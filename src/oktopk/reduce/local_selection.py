@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from oktopk.reduce.base import Stateless
-from oktopk.select.base import Selector
+from oktopk.select.base import Accumulated, Selector
 from oktopk.sparse_vector import SparseVector
 
 
 class Choice(Protocol):
     """How a rank picks about k elements of `acc`; returns them and the threshold that did it."""
 
-    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]: ...
+    def choose(self, acc: Accumulated, k: int) -> tuple[SparseVector, float]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -39,7 +37,7 @@ class ExactTopK(Stateless):
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
 
-    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
+    def choose(self, acc: Accumulated, k: int) -> tuple[SparseVector, float]:
         chosen = self._selector.top_k(acc, k)
         return chosen, smallest_magnitude(chosen)
 
@@ -50,7 +48,7 @@ class NormalFit(Stateless):
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
 
-    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
+    def choose(self, acc: Accumulated, k: int) -> tuple[SparseVector, float]:
         threshold = self._selector.normal_threshold(acc, k)
         return self._selector.above(acc, threshold), threshold
 
@@ -69,13 +67,13 @@ class ReusedThreshold:
         self._steps = 0
         self._threshold = 0.0
 
-    def choose(self, acc: Tensor, k: int) -> tuple[SparseVector, float]:
-        due = self._steps % self._period == 0 or k >= acc.numel()
+    def choose(self, acc: Accumulated, k: int) -> tuple[SparseVector, float]:
+        due = self._steps % self._period == 0 or k >= acc.values.numel()
         self._steps += 1
         if not due and self._threshold > 0.0:
             candidates = self._selector.above(acc, self._threshold)
             if len(candidates) > k:
-                candidates = candidates.where(self._selector.top_k(candidates.values, k).indices)
+                candidates = candidates.where(self._selector.largest(candidates.values, k))
                 self._threshold = smallest_magnitude(candidates)
             if 4 * len(candidates) >= 3 * k:
                 return candidates, self._threshold

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from oktopk.comm.base import Communicator, all_gather_ints
-from oktopk.reduce.base import ReducerSettings, Reduction
+from oktopk.reduce.base import ReducerSettings, SparseReduction
+from oktopk.reduce.description import Bound, ReducerDescription
 from oktopk.reduce.exchange import join, mean_of
 from oktopk.reduce.global_threshold import Cut, ExactCut, ReusedCut, lopsided
 from oktopk.reduce.local_selection import Choice, ExactTopK, ReusedThreshold
 from oktopk.reduce.regions import balanced_boundaries
+from oktopk.reduce.volume import (
+    INT64_BYTES,
+    Round,
+    SteadyStep,
+    Volume,
+    all_reduce,
+    gather,
+    lengths,
+    packed_bytes,
+    scatter,
+)
+from oktopk.reduce.work import Amount, Work
+from oktopk.select.base import Accumulated
 from oktopk.sparse_vector import SparseVector
+from oktopk.wire import HEADER_BYTES
 
 
 class OkTopk:
@@ -38,7 +51,7 @@ class OkTopk:
         self._steps = 0
         self._boundaries: list[int] = []
 
-    def reduce(self, acc: Tensor, comm: Communicator, k: int) -> Reduction:
+    def reduce(self, acc: Accumulated, comm: Communicator, k: int) -> SparseReduction:
         chosen, local_threshold = self._choice.choose(acc, k)
         sent, _ = self._exchange.rounded(chosen)
         self._agree_on_regions(sent, comm)
@@ -48,7 +61,7 @@ class OkTopk:
         total = self._balance_and_gather(kept, k, comm)
         self._steps += 1
         contribution = self._exchange.kernels.restrict(sent, total.indices)
-        return Reduction(
+        return SparseReduction(
             mean_of(total, comm.size),
             contribution if gained is None else self._exchange.kernels.sum([contribution, gained]),
             local_count=len(chosen),
@@ -91,3 +104,52 @@ def oktopk(settings: ReducerSettings) -> OkTopk:
         choice = ReusedThreshold(settings.selector, settings.tau_prime)
         return OkTopk(settings, choice, ReusedCut(kernels, settings.tau_prime))
     return OkTopk(settings, ExactTopK(settings.selector), ExactCut(kernels))
+
+
+# --- its description
+
+_HISTOGRAM_BYTES = 256 * INT64_BYTES  # around the last threshold
+
+
+def _volume(step: SteadyStep) -> Volume:
+    """Regions follow the data, so that shares are about equal."""
+    share, region = step.k / step.num_ranks, step.n / step.num_ranks
+    if step.evened:
+        moved = HEADER_BYTES + packed_bytes(step, share, region)  # in two messages, to neighbours
+        last = [
+            lengths("all_to_all", step),
+            Round("all_to_all", 2, round(moved), 2 * share),
+            *gather(step, share, region),
+        ]
+    else:
+        last = gather(step, share, region, min(step.skew, 2.0))[1:]  # the lengths are known
+    return Volume(
+        float(step.k),
+        (
+            *scatter(step),
+            all_reduce(_HISTOGRAM_BYTES, step.num_ranks),
+            all_reduce(2 * INT64_BYTES * step.num_ranks, step.num_ranks),
+            *last,
+        ),
+    )
+
+
+def _work(step: SteadyStep) -> Work:
+    """Every rank packs and unpacks a piece for each region, sums its own, and gathers what is kept of the sums."""
+    peers, share = step.num_peers, step.k / step.num_ranks
+    pieces = Amount(peers, share * peers)
+    return Work(
+        encoded=pieces.plus(Amount(1.0, share)),
+        decoded=pieces.plus(Amount(peers, share * peers)),
+        summed=Amount(step.num_ranks, step.k),
+    )
+
+
+OKTOPK = ReducerDescription(
+    name="oktopk",
+    factory=oktopk,
+    bound=Bound("6k(P-1)/P", lambda _, k, num_ranks: 6 * k * (num_ranks - 1) / num_ranks),
+    volume=_volume,
+    work=_work,
+    regions="balanced",
+)

@@ -1,5 +1,5 @@
-"""Which elements are worth sending: one contract, several implementations."""
+"""Which elements are worth sending."""
 
-from oktopk.select.base import Selector
+from oktopk.select.base import Accumulated, Selector
 
-__all__ = ["Selector"]
+__all__ = ["Accumulated", "Selector"]

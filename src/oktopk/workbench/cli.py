@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from oktopk.workbench.console.words import UsageError
-from oktopk.workbench.train.config import ConfigError, TrainConfig, load_config, parse_bool, preset_names
+from oktopk.workbench.train.config import ConfigError, TrainConfig, load_config, parse_bool, plain_type, preset_names
 from oktopk.workbench.train.data.an4_like import generate
 from oktopk.workbench.train.data.errors import DataError
 from oktopk.workbench.train.data.manifest import write_manifests
@@ -30,6 +30,9 @@ _OWN_PARSERS: Mapping[str, tuple[str, str]] = {
     "study": ("oktopk.workbench.study.cli", "train dense and every reducer over several seeds, and compare"),
 }
 """Commands with a `main(arguments) -> int` of their own, loaded when they are wanted."""
+
+_OTHER_FLAGS = {"reducer": ("--compressor",)}
+"""Names that people know from the original system."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +114,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, Any] = {}
     for name, (title, kind, about) in setting_names().items():
         groups.setdefault(title, parser.add_argument_group(title) if title not in groups else None)
-        flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
+        flags = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}", *_OTHER_FLAGS.get(name, ())])
         options: dict[str, Any] = {"dest": name, "default": None, "metavar": kind.__name__.upper()}
         options |= {"type": parse_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
         groups[title].add_argument(*flags, help=about.replace("%", "%%"), **options)
@@ -124,7 +127,7 @@ def setting_names() -> dict[str, tuple[str, type, str]]:
     for item in dataclasses.fields(TrainConfig):
         if item.metadata:
             about = f"{item.metadata['help']} (default: {item.default if item.default != '' else 'none'})"
-            found[item.name] = item.metadata["group"], types[item.name], about
+            found[item.name] = item.metadata.get("group", "compression"), plain_type(types[item.name]), about
     for info in TASKS.values():
         types = get_type_hints(info.settings)
         for item in dataclasses.fields(info.settings):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket
+from oktopk.bucket import Bucket, Layout
 from oktopk.metrics.step_stats import StepStats
 from oktopk.workbench.bench import peers as bench_peers
 from oktopk.workbench.bench.options import OURS, Options
@@ -180,7 +180,7 @@ def _contenders(options: Options, n: int) -> tuple[list[Contender], Tensor, Call
             contenders.append(_peer(name, ddp.fp16()))
         elif name == "powersgd" and ddp:
             contenders.append(_peer(name, ddp.powersgd(), _POWERSGD_WARMUP))
-    bucket = Bucket(gradient, Bucket.layout([("gradient", n)]))
+    bucket = Bucket(gradient, Layout.of([("gradient", n)]))
     allreducers: list[AllReducer] = []
     for density in options.densities:
         for name, reducer, wire in _ours(options):

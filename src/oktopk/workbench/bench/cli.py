@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from oktopk.registry import ALIASES, REDUCERS
+from oktopk.registry import describe, reducer_names
 from oktopk.workbench.bench import quick
 from oktopk.workbench.bench.options import CONTENDERS, OURS, PEERS, PREDICTABLE, TASKS, WIRES, Options
 from oktopk.workbench.console import words as read
@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     made = {name: kinds.add_parser(name, help=about, description=about) for name, about in _ABOUT.items()}
     for each in made.values():
         each.add_argument("--out", default=Options.out, help="folder of the JSON file (default %(default)s)")
-        each.add_argument("--selector", help="which kernels select (default: the library's)")
+        each.add_argument("--kernels", help="which kernels select (default: the library's)")
         _add(each, "--seed", read.count(0), Options.seed, "of the gradients")
         _add(each, "--timeout-s", read.positive, Options.timeout_s, "how long a worker waits for the others")
 
@@ -127,8 +127,8 @@ def parser() -> argparse.ArgumentParser:
         _add(each, "--iterations", read.count(1), iterations, "timed allreduces of each contender")
         _add(each, "--warmup", read.count(1), Options.warmup, "sparse steps before the first that is timed")
         _add_peers(each, PREDICTABLE if name == "model" else (*PEERS, *OURS))
-        reducers = read.one_of(*(name for name in (*REDUCERS, *ALIASES) if name not in ("oktopk", "dense", "none")))
-        _add_many(each, "--reducers", reducers, (), "other reducers to measure as well")
+        others = (name for name in reducer_names() if describe(name).name not in ("oktopk", "dense"))
+        _add_many(each, "--reducers", read.one_of(*others), (), "other reducers to measure as well")
     _add_rates(made["links"], "100mbit", "1gbit", "10gbit")
     _add_rates(made["model"], LOOPBACK, "100mbit", "1gbit", "10gbit")
 

@@ -13,7 +13,7 @@ from oktopk import wire
 from oktopk.kernels.base import Kernels
 from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.registry import make_kernels
-from oktopk.select.kernel_selector import KernelSelector
+from oktopk.select import exact
 from oktopk.sparse_vector import SparseVector
 from oktopk.workbench.bench.options import Options
 from oktopk.workbench.console.progress import Progress
@@ -31,7 +31,7 @@ def run(options: Options) -> list[Row]:
         raise UsageError("device='cuda': no CUDA device here; use --device cpu")
     torch.set_num_threads(1)
     progress = Progress()
-    kernels = make_kernels(options.selector or "auto")
+    kernels = make_kernels(options.kernels or "auto").on(torch.device(options.device))
     rows: list[Row] = []
     for n in options.sizes:
         progress.part(f"n = {elements(n)}: gradients")
@@ -50,16 +50,16 @@ def run(options: Options) -> list[Row]:
 def _times(residual: Tensor, gradient: Tensor, k: int, kernels: Kernels, iterations: int) -> list[Row]:
     acc, device = residual + gradient, gradient.device
     out = torch.empty_like(acc)
-    plain, selector = TorchKernels(), KernelSelector(kernels)
-    chosen = selector.top_k(acc, k)
+    plain = TorchKernels()
+    chosen = exact.top_k(kernels, acc, k)
     floor = _MARGIN * float(chosen.values.abs().min())
-    other = selector.top_k(gradient, k)
+    other = exact.top_k(kernels, gradient, k)
     packed = wire.encode(chosen, kernels=kernels)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: out.copy_(gradient),
         "add": lambda: torch.add(residual, gradient, out=out),
         "select": lambda: kernels.accumulate(residual, gradient, out, floor, 4 * k, device),
-        "recompute": lambda: selector.top_k(acc, k),
+        "recompute": lambda: exact.top_k(kernels, acc, k),
         "select, plain torch": lambda: plain.accumulate(residual, gradient, out, floor, 4 * k, device),
         "torch.topk": lambda: torch.topk(acc.abs(), k),
         "encode": lambda: wire.encode(chosen, kernels=kernels),
@@ -102,7 +102,7 @@ def _milliseconds(call: Callable[[], object], device: torch.device, iterations: 
 
 
 def _wire_sizes(gradient: Tensor, k: int, kernels: Kernels) -> list[Row]:
-    chosen = KernelSelector(kernels).top_k(gradient, k)
+    chosen = exact.top_k(kernels, gradient, k)
     rows: list[Row] = []
     for encoding in wire.ValueEncoding:
         size = wire.encode(wire.rounded(chosen, encoding), encoding, kernels).numel()

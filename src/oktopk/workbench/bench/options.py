@@ -39,7 +39,7 @@ class Options:
     steps: int = 20
     seed: int = DEFAULT_SEED
     device: str = "cpu"
-    selector: str | None = None
+    kernels: str | None = None
     wire: str = "fp32"
     bucket_cap_mb: float = 25.0
     tiny: bool = False
@@ -76,4 +76,4 @@ class Options:
             "timeout_s": self.timeout_s,
             "wire_dtype": wire,
         }
-        return settings if self.selector is None else {**settings, "selector": self.selector}
+        return settings if self.kernels is None else {**settings, "kernels": self.kernels}

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.comm.counting import ring_bytes
+from oktopk.comm.sizes import ring_bytes
 
 POWERSGD_RANK = 4
 POWERSGD_DENSE_STEPS = 2

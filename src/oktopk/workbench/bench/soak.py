@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket
+from oktopk.bucket import Bucket, Layout
 from oktopk.workbench.bench import peers as bench_peers
 from oktopk.workbench.bench.options import Options
 from oktopk.workbench.console.progress import Progress
@@ -90,7 +90,7 @@ def measure(place: Place, options: Options, job: Job, tell: Tell) -> dict[str, A
     n, steps = int(job["n"]), options.steps
     synthetic = Synthetic(n, place.rank, options.seed)
     allreducer = AllReducer("oktopk", comm="torch", **options.allreducer_settings(job["density"], options.wire))
-    bucket = Bucket(torch.empty(n), Bucket.layout([(_NAME, n)]))
+    bucket = Bucket(torch.empty(n), Layout.of([(_NAME, n)]))
     owed, applied = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     marks = [max(1, round(steps * part)) for part in (0.1, 0.5, 1.0)]
     seconds: list[float] = []
@@ -98,14 +98,14 @@ def measure(place: Place, options: Options, job: Job, tell: Tell) -> dict[str, A
     memory: dict[int, float] = {}
     k = 0
     for step in range(1, steps + 1):
-        synthetic.write(step - 1, bucket.gradient)
-        owed += bucket.gradient
+        synthetic.write(step - 1, bucket.flat)
+        owed += bucket.flat
         bench_peers.barrier()
         start = time.perf_counter()
         stats = allreducer.reduce(bucket)
         allreducer.end_step()
         seconds.append(time.perf_counter() - start)
-        applied += bucket.gradient
+        applied += bucket.flat
         k = stats.k
         ratios.append(stats.global_count / k)
         if step in marks:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from oktopk.workbench.console.tables import elements, figure
 from oktopk.workbench.plan.model import Compute, Link, Machine, predict, step_seconds
 
-REDUCERS = ("oktopk", "topkA", "topkDSA", "gtopk")
+DEFAULT_REDUCERS = ("oktopk", "topkA", "topkDSA", "gtopk")
 """One of each kind; the others cost what their kind costs."""
 DENSITIES = (0.02, 0.01)
 """Those that are known to train as well as dense more often than not; lower ones are for who asks for them."""
 UNCERTAINTY = 0.4
 """Of an allreduce predicted from figures: most of those in docs/performance.md are less far off."""
 COMMON = 0.44
-"""How much ranks' choices coincide where nobody has looked: as in `oktopk simulate`; see `plan.volume.union_size`."""
+"""How much ranks' choices coincide where nobody has looked, as in `oktopk simulate`: see `union_size` there."""
 _AS_GOOD = 1.25
 _WORTH_IT = 1.05
 """Training another way should bring at least this."""
@@ -30,7 +30,7 @@ class Question:
     link: Link
     machine: Machine
     compute: Compute = field(default_factory=Compute)
-    reducers: Sequence[str] = REDUCERS
+    reducers: Sequence[str] = DEFAULT_REDUCERS
     densities: Sequence[float] = DENSITIES
     common: float = COMMON
     uncertainty: float = UNCERTAINTY

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from oktopk import wire
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket, Slot
+from oktopk.bucket import Bucket, Layout
 from oktopk.comm.base import Communicator
-from oktopk.comm.counting import ring_bytes
 from oktopk.comm.simulator import SimulatedCommunicator, World
+from oktopk.comm.sizes import ring_bytes
 from oktopk.kernels.base import Kernels
 from oktopk.registry import make_kernels
+from oktopk.settings import KernelsName
 from oktopk.sparse_vector import SparseVector
 from oktopk.workbench.plan.model import Cost, Link, Machine, dense_hops, predict
 from oktopk.workbench.simulate.gradients import Synthetic
@@ -51,18 +52,18 @@ class Calibration:
     machine: Machine
 
 
-def calibrate(comm: Communicator, device: torch.device, n: int, selector: str = "auto") -> Calibration:
+def calibrate(comm: Communicator, device: torch.device, n: int, kernels: KernelsName = "auto") -> Calibration:
     """Some seconds of measuring; to be called by all ranks alike. `n`: elements of the buckets that matter.
 
     At the end one whole reduction is measured, and everything but bytes is scaled by how it differs from the sum of its
     parts: ranks that wait for each other while each does something else take longer than any part shows.
     """
-    link, machine = measure_link(comm, device, n), measure_machine(comm, device, n, selector)
+    link, machine = measure_link(comm, device, n), measure_machine(comm, device, n, kernels)
     if comm.size == 1:
         return Calibration(1, link, machine)
     size = max(4000, min(n, _LARGEST) // 2)
     predicted = predict("oktopk", size, _PROBE_DENSITY, comm.size, link, machine, common=0.5).total_s
-    measured = _reduction(comm, comm, device, size, _PROBE_DENSITY, selector)
+    measured = _reduction(comm, comm, device, size, _PROBE_DENSITY, kernels)
     factor = min(max(measured / predicted, 1.0 / _MOST_CORRECTED), _MOST_CORRECTED)
     return Calibration(comm.size, link.slower(factor), machine.slower(factor))
 
@@ -87,43 +88,41 @@ def measure_link(comm: Communicator, device: torch.device, n: int) -> Link:
     return Link(latency, message, byte_s, _dense_byte_seconds(comm, device, n, latency, byte_s))
 
 
-def measure_machine(comm: Communicator, device: torch.device, n: int, selector: str = "auto") -> Machine:
-    kernels = make_kernels(selector)
+def measure_machine(comm: Communicator, device: torch.device, n: int, kernels: KernelsName = "auto") -> Machine:
     home = comm.home(device)
-    step, chosen = _step_cost(comm, device, min(n, _LARGEST), selector)
-    packed = [_packed(kernels, count, home) for count in _PAIRS]
-    encode = _cost(comm, [lambda v=v: wire.encode(v, kernels=kernels) for v, _ in packed])
-    decode = _cost(comm, [lambda v=v, b=b: wire.decode(b, v.length, kernels) for v, b in packed])
-    twice = _cost(comm, [lambda v=v: kernels.sum([v, v]) for v, _ in packed])
+    on_home = make_kernels(kernels).on(home)
+    step, chosen = _step_cost(comm, device, min(n, _LARGEST), kernels)
+    packed = [_packed(on_home, count, home) for count in _PAIRS]
+    encode = _cost(comm, [lambda v=v: wire.encode(v, kernels=on_home) for v, _ in packed])
+    decode = _cost(comm, [lambda v=v, b=b: wire.decode(b, v.length, on_home) for v, b in packed])
+    twice = _cost(comm, [lambda v=v: on_home.sum([v, v]) for v, _ in packed])
     total = Cost(twice.call_s / 2, twice.item_s / 2)  # of each of the two
     return Machine(step, chosen, encode, decode, total)
 
 
-def _step_cost(comm: Communicator, device: torch.device, n: int, selector: str) -> tuple[Cost, float]:
+def _step_cost(comm: Communicator, device: torch.device, n: int, kernels: KernelsName) -> tuple[Cost, float]:
     """From reductions of a rank that is alone, at two sizes and two densities."""
     low, high = max(1000, n // 4), max(4000, n)
     alone = SimulatedCommunicator(World(1), 0)
-    small = _reduction(comm, alone, device, low, 0.01, selector)
-    large = _reduction(comm, alone, device, high, 0.01, selector)
-    many = _reduction(comm, alone, device, high, 0.03, selector)
+    small = _reduction(comm, alone, device, low, 0.01, kernels)
+    large = _reduction(comm, alone, device, high, 0.01, kernels)
+    many = _reduction(comm, alone, device, high, 0.03, kernels)
     chosen_s = max(0.0, (many - large) / (0.02 * high))
     element_s = max(0.0, (large - small) / (high - low) - 0.01 * chosen_s)
     return Cost(max(0.0, small - low * (element_s + 0.01 * chosen_s)), element_s), chosen_s
 
 
 def _reduction(
-    comm: Communicator, among: Communicator, device: torch.device, n: int, density: float, selector: str
+    comm: Communicator, among: Communicator, device: torch.device, n: int, density: float, kernels: KernelsName
 ) -> float:
     """Seconds of a reduction by oktopk among some ranks, while all ranks of `comm` do the same."""
-    allreducer = AllReducer(
-        "oktopk", comm=among, density=density, warmup_steps=0, min_sparse_numel=0, selector=selector, trainer=Nobody()
-    )
+    allreducer = AllReducer("oktopk", comm=among, density=density, warmup_steps=0, min_sparse_numel=0, kernels=kernels)
     source = Synthetic(n, comm.rank)
     gradients = [source.at(step).to(device) for step in range(2)]
-    bucket = Bucket(torch.empty(n, device=device), (Slot("all", 0, n),))
+    bucket = Bucket(torch.empty(n, device=device), Layout.of([("all", n)]))
     times: list[float] = []
     for step in range(2 + _STEPS):
-        bucket.gradient.copy_(gradients[step % 2])
+        bucket.flat.copy_(gradients[step % 2])
         wait_for(device)
         comm.barrier()
         start = time.perf_counter()
@@ -132,15 +131,6 @@ def _reduction(
         wait_for(device)
         times.append(time.perf_counter() - start)
     return _average(comm, statistics.median(times[2:]))
-
-
-class Nobody:
-    """Metrics of calibration are no one's."""
-
-    def __init__(self) -> None:
-        self.sparsities: list[float] = []
-        self.compression_ratios: list[float] = []
-        self.communication_sizes: list[float] = []
 
 
 def _dense_byte_seconds(comm: Communicator, device: torch.device, n: int, latency_s: float, byte_s: float) -> float:
@@ -160,7 +150,7 @@ def _dense_byte_seconds(comm: Communicator, device: torch.device, n: int, latenc
 def _round_seconds(comm: Communicator, home: torch.device) -> float:
     """With a little work between two rounds, as in a reduction: ranks never arrive at the same moment."""
     small = torch.zeros(1, dtype=torch.int64, device=home)
-    work, _ = _packed(make_kernels("auto"), _PAIRS[0], home)
+    work, _ = _packed(make_kernels("auto").on(home), _PAIRS[0], home)
 
     def working(exchange: Callable[[], None]) -> None:
         for _ in range(_ROUNDS):

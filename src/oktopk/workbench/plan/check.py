@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket, Slot
+from oktopk.bucket import Bucket, Layout
 from oktopk.comm.base import Communicator
 from oktopk.workbench.plan.advise import Answer, Question, advise
-from oktopk.workbench.plan.calibrate import Nobody, slowest, wait_for
+from oktopk.workbench.plan.calibrate import slowest, wait_for
 from oktopk.workbench.plan.model import predict
 from oktopk.workbench.simulate.gradients import Synthetic
 
@@ -83,8 +83,8 @@ def _dense(gradient: torch.Tensor, comm: Communicator) -> Callable[[], None]:
 
 
 def _sparse(reducer: str, density: float, gradient: torch.Tensor, comm: Communicator) -> Callable[[], None]:
-    allreducer = AllReducer(reducer, comm=comm, trainer=Nobody(), density=density, warmup_steps=0, min_sparse_numel=0)
-    bucket = Bucket(gradient, (Slot("all", 0, gradient.numel()),))
+    allreducer = AllReducer(reducer, comm=comm, density=density, warmup_steps=0, min_sparse_numel=0)
+    bucket = Bucket(gradient, Layout.of([("all", gradient.numel())]))
 
     def call() -> None:
         allreducer.reduce(bucket)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from oktopk.workbench.simulate.volume import Round, Volume, union_size, volume
+from oktopk.reduce.volume import Round, Volume
+from oktopk.reduce.work import Work
+from oktopk.registry import describe
+from oktopk.workbench.simulate.volume import steady_step, volume
 
-_SKEW = {"topkDSA": 2.5, "gaussiankSA": 2.5}
-"""The largest of equal regions holds so many times the average: layers differ in scale. oktopk's follow the data."""
+_SKEW = 2.5
+"""The largest of equal regions holds so many times the average: layers differ in scale. Balanced ones are alike."""
 _SMALL_SHARE = 40
 """Of so few elements, some rank holds twice as many by chance: then oktopk evens shares out."""
-_APPLYING = 0.2
-"""Of what choosing and applying an element costs, the part for applying it."""
 PER_MESSAGE_S = 20e-6
 """Of a message on a link that is given in figures."""
 
@@ -72,24 +73,14 @@ class Machine:
     sum: Cost
     """By vector and pair."""
 
+    def seconds(self, work: Work) -> float:
+        """How long it takes to pack, unpack and add up so much."""
+        packing = self.encode.of(*work.encoded) + self.decode.of(*work.decoded)
+        return packing + self.sum.of(*work.summed) + self.chosen_s * work.chosen
+
     def slower(self, factor: float) -> Machine:
         costs = (cost.slower(factor) for cost in (self.encode, self.decode, self.sum))
         return Machine(self.step.slower(factor), factor * self.chosen_s, *costs)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank packs, unpacks and adds up in one reduction."""
-
-    encoded: tuple[float, float] = (0.0, 0.0)
-    decoded: tuple[float, float] = (0.0, 0.0)
-    summed: tuple[float, float] = (0.0, 0.0)
-    chosen: float = 0.0
-    """Selected or applied, beside the k that every rank chooses."""
-
-    def seconds(self, machine: Machine) -> float:
-        packing = machine.encode.of(*self.encoded) + machine.decode.of(*self.decoded)
-        return packing + machine.sum.of(*self.summed) + machine.chosen_s * self.chosen
 
 
 @dataclass(frozen=True)
@@ -110,13 +101,15 @@ class Prediction:
 def predict(
     reducer: str, n: int, density: float, num_ranks: int, link: Link, machine: Machine, common: float
 ) -> Prediction:
-    """A steady step of one bucket of n elements; `common`: see `plan.volume.union_size`."""
+    """A steady step of one bucket of n elements; `common`: see `simulate.volume.union_size`."""
+    description = describe(reducer)
     k = max(1, round(density * n))
-    evened = k < _SMALL_SHARE * num_ranks
-    moved = volume(reducer, n, k, num_ranks, common, skew=_SKEW.get(reducer, 1.0), evened=evened)
-    if reducer == "dense":
+    skew = _SKEW if description.regions == "equal" else 1.0
+    moved = volume(reducer, n, k, num_ranks, common, skew=skew, evened=k < _SMALL_SHARE * num_ranks)
+    if description.work is None:
         return Prediction(0.0, _dense_seconds(moved.rounds[1:], num_ranks, link))
-    compute_s = machine.step.of(1, n) + machine.chosen_s * k + _work(reducer, n, k, num_ranks, common).seconds(machine)
+    work = description.work(steady_step(n, k, num_ranks, common)) if num_ranks > 1 else Work()
+    compute_s = machine.step.of(1, n) + machine.chosen_s * k + machine.seconds(work)
     return Prediction(compute_s, _exchange_seconds(moved, compute_s, link))
 
 
@@ -147,31 +140,6 @@ def _exchange_seconds(moved: Volume, compute_s: float, link: Link) -> float:
         refill = (seconds + pause) / link.seconds_per_byte
         tokens = min(link.burst_bytes, max(0.0, tokens - num_bytes) + refill)
     return total
-
-
-def _work(reducer: str, n: int, k: int, num_ranks: int, common: float) -> Work:
-    peers, mine = num_ranks - 1, k / num_ranks
-    union = union_size(n, k, num_ranks, common)
-    split = (peers, mine * peers)
-    if num_ranks == 1:
-        return Work()
-    if reducer == "oktopk":
-        share = (1.0, mine)
-        return Work(_add(split, share), _add(split, (peers, mine * peers)), (num_ranks, k))
-    if reducer in ("topkDSA", "gaussiankSA"):
-        gathered = union / num_ranks
-        return Work(
-            _add(split, (1.0, gathered)), _add(split, (peers, gathered * peers)), (num_ranks, k), chosen=union - k
-        )
-    if reducer == "gtopk":
-        levels = peers.bit_length()  # one merge waits for the other; the winners then go down the same way
-        both_ways = (2.0 * levels, 2.0 * k * levels)
-        return Work(both_ways, both_ways, (4.0 * levels, 4.0 * k * levels), chosen=k * levels)
-    return Work((1.0, k), (peers, k * peers), (num_ranks, k * num_ranks), chosen=_APPLYING * (union - k))
-
-
-def _add(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
-    return a[0] + b[0], a[1] + b[1]
 
 
 # --- a whole training step

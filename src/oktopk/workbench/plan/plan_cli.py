@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from oktopk.comm.simulator import SimulatedCommunicator, World
+from oktopk.registry import REDUCERS
 from oktopk.workbench.console import words
 from oktopk.workbench.console.files import check_folder, write_results
 from oktopk.workbench.console.tables import Column, Row, figure, table
 from oktopk.workbench.console.words import LineParser
-from oktopk.workbench.plan.advise import REDUCERS, Question, duration
+from oktopk.workbench.plan.advise import DEFAULT_REDUCERS, Question, duration
 from oktopk.workbench.plan.asked import add_options, read_options
 from oktopk.workbench.plan.calibrate import measure_machine
 from oktopk.workbench.plan.model import PER_MESSAGE_S, Link, Machine
@@ -115,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--calibration", help="what `oktopk advise --save` wrote; without it this machine's kernels are measured now")
     add("--density", type=words.density, default=0.01, help="part to send (default %(default)s)")
-    add("--reducers", type=words.one_of(*REDUCERS), nargs="+", default=list(REDUCERS), help="which, beside dense")
+    names = words.one_of(*(name for name in REDUCERS if name != "dense"))
+    add("--reducers", type=names, nargs="+", default=list(DEFAULT_REDUCERS), help="which, beside dense")
     add("--ranks", type=words.count(2), nargs="+", default=list(_RANKS), help=f"workers (default {_list(_RANKS)})")
     add("--rates", type=words.link_rate, nargs="+", default=list(_RATES), help=f"links (default {' '.join(_RATES)})")
     add("--latency", type=words.seconds, default=50e-6, help="of one exchange, such as 100us (default 50us)")

@@ -17,6 +17,7 @@ _STYLES = {
     "topkDSA": ("#009E73", "v", "-."),
     "gtopk": ("#D55E00", "D", ":"),
 }
+_OTHER = ("#56B4E9", "P", "-.")
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -26,7 +27,8 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
     for axes, link in zip(panels, links, strict=True):
         mine = [row for row in rows if row["link"] == link]
-        for reducer, (colour, marker, line) in _STYLES.items():
+        for reducer in dict.fromkeys((*_STYLES, *(row["reducer"] for row in mine))):
+            colour, marker, line = _STYLES.get(reducer, _OTHER)
             points = [row for row in mine if row["reducer"] == reducer]
             if points:
                 places, times = [row["ranks"] for row in points], [row["step_ms"] for row in points]

@@ -26,7 +26,7 @@ class GradientRecorder:
         self._number = self._number + 1 if step == self._step else 0
         self._step = step
         self._folder.mkdir(parents=True, exist_ok=True)
-        gradient = bucket.gradient.detach().to("cpu", torch.float32).numpy()
+        gradient = bucket.flat.detach().to("cpu", torch.float32).numpy()
         np.save(self._folder / f"step_{step:06d}_bucket_{self._number:02d}.npy", gradient, allow_pickle=False)
         if step == self._steps.start:
             self._layout.append([{"name": slot.name, "numel": slot.numel} for slot in bucket.slots])

@@ -6,11 +6,12 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
+from oktopk.workbench.recording.stages import LOOP_STAGES, REDUCTION_STAGES
 from oktopk.workbench.report import draw
 from oktopk.workbench.report.axis import STEPS, Scale, TimeScale, epoch_points, finish, mark_skipped, moved, places
 from oktopk.workbench.report.choosing import counts, sparsity, thresholds
 from oktopk.workbench.report.draw import BLUE, GREEN, ORANGE, PURPLE, SKY, SURFACE, VERMILION, Absent, Drawing
-from oktopk.workbench.report.run import LOOP_STAGES, REDUCTION_STAGES, Run
+from oktopk.workbench.report.run import Run
 from oktopk.workbench.report.sending import sent_bytes
 from oktopk.workbench.report.summary import PHASES, metric_label, per_step, stage_ms
 from oktopk.workbench.report.traffic import messages, rank_bytes, rank_seconds, who_to_whom

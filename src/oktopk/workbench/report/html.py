@@ -90,7 +90,7 @@ def _facts(run: Run) -> str:
         ("status", facts.text("status") or "n/a"),
         ("parameters", Number("num_parameters", "", run.num_parameters, thousands)),
         ("workers", Number("workers", "", run.workers, thousands)),
-        ("compressor", run.compressor or "n/a"),
+        ("reducer", run.reducer or "n/a"),
         ("density", Number("density", "", run.density)),
         ("steps planned", Number("num_steps", "", planned, thousands)),
         ("of which dense", Number("dense_steps", "", dense, thousands)),
@@ -101,7 +101,7 @@ def _facts(run: Run) -> str:
 
 
 def _auto(run: Run) -> str:
-    """What the compressor `auto` found out and decided."""
+    """What the reducer `auto` found out and decided."""
     auto = run.facts.object("auto")
     if not auto:
         return ""

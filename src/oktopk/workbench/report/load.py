@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from oktopk.workbench.console.words import UsageError
 from oktopk.workbench.recording.profile import NAMES, profile_files, read_profile
-from oktopk.workbench.report.run import LOOP_STAGES, Bucket, Epoch, Profile, Run, Step
+from oktopk.workbench.recording.stages import LOOP_STAGES
+from oktopk.workbench.report.run import Bucket, Epoch, Profile, Run, Step
 from oktopk.workbench.report.values import Values, clean, number, whole
 
 _MARKS = ("config.json", "run.json", "metrics.jsonl")

@@ -12,9 +12,6 @@ import numpy as np
 from oktopk.workbench.recording.profile import Header
 from oktopk.workbench.report.values import Values
 
-LOOP_STAGES = ("io", "forward", "backward", "wait")
-REDUCTION_STAGES = ("compensate", "select", "encode", "exchange", "combine", "apply")
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -95,8 +92,11 @@ class Run:
         return self.facts.whole("workers") or self.num_logs or self.config.whole("workers")
 
     @property
-    def compressor(self) -> str | None:
-        return self.facts.text("compressor") or self.config.text("compressor")
+    def reducer(self) -> str | None:
+        """Runs of earlier versions called it compressor."""
+        return next(
+            (name for key in ("reducer", "compressor") if (name := self.facts.text(key) or self.config.text(key))), None
+        )
 
     @property
     def density(self) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oktopk.metrics.bounds import BOUNDS, Bound
+from oktopk.reduce.description import Bound
+from oktopk.registry import find
 from oktopk.workbench.console.tables import byte_count
 from oktopk.workbench.report import draw
 from oktopk.workbench.report.axis import finish, places
@@ -34,7 +35,8 @@ def sent_bytes(run: Run) -> Drawing | Absent:
     draw.line(axes, places(run.steps), sent, "sent", color=BLUE, marker="o")
     shown = list(sent)
     caption = f"A step sends {byte_count(average(sent))} on average."
-    sparse, bound = run.taken("sparse"), BOUNDS.get(run.compressor or "")
+    sparse, description = run.taken("sparse"), find(run.reducer or "")
+    bound = description.bound if description else None
     if size is not None:
         ring = [dense_bytes(step, size) for step in run.steps]
         draw.line(axes, places(run.steps), ring, "dense ring", color=INK, linestyle="--")
@@ -76,7 +78,7 @@ def _words(run: Run, size: int, bound: Bound | None, limits: _Limits | None) -> 
     words = f"A {phase} step sends {byte_count(mean)} on average, {share(mean / ring)} of a dense ring"
     own, least = (average(each) for each in (limits.own, limits.least)) if limits else (None, None)
     if bound and own:
-        words += f" ({byte_count(ring)}) and {mean / own:.2f} times the bound of {run.compressor}, {bound.formula}"
+        words += f" ({byte_count(ring)}) and {mean / own:.2f} times the bound of {run.reducer}, {bound.formula}"
     if least and mean < least:
         words += "; it lies below the least because bounds count 4 bytes for every value and index, and ours need fewer"
     return f"{words}."

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from oktopk.metrics.bounds import BOUNDS, lower_bound
 from oktopk.metrics.trainer_lists import mean_or_none
+from oktopk.reduce.description import lower_bound
+from oktopk.registry import describe
 from oktopk.workbench.console.tables import byte_count
-from oktopk.workbench.report.run import LOOP_STAGES, REDUCTION_STAGES, Bucket, Run, Step
+from oktopk.workbench.recording.stages import LOOP_STAGES, REDUCTION_STAGES
+from oktopk.workbench.report.run import Bucket, Run, Step
 
 PHASES = ("dense", "sparse")
 WORD_BYTES = 4
@@ -56,7 +58,7 @@ def quotient(value: float | None, by: float | None) -> float | None:
 
 def ring_bytes(n: float, workers: int) -> float:
     """What a worker sends in a dense ring all-reduce of n elements."""
-    return WORD_BYTES * BOUNDS["dense"].elements(n, n, workers)
+    return WORD_BYTES * describe("dense").bound.elements(n, n, workers)
 
 
 def dense_bytes(step: Step, workers: int) -> float:

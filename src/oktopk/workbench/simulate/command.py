@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from oktopk.registry import ALIASES, REDUCERS, canonical_name
+from oktopk.registry import REDUCERS, describe, reducer_names
 from oktopk.workbench.console import words as read
 from oktopk.workbench.console.files import check_folder, write_results, write_text
 from oktopk.workbench.console.progress import Progress
@@ -72,7 +72,7 @@ class _Wanted:
         served = [size for size in DEFAULT_RANKS if size <= source.most_ranks]
         ranks = tuple(sorted(set(given.ranks or served or DEFAULT_RANKS[:1])))
         course = Course(density=given.density, num_warmup=given.warmup_steps, num_steps=given.steps)
-        reducers = tuple(dict.fromkeys(canonical_name(name) for name in given.reducers))
+        reducers = tuple(dict.fromkeys(describe(name).name for name in given.reducers))
         wanted = _Wanted(reducers, ranks, course, spec, source, given.out, given.jobs)
         source.check(wanted.moved[-1])
         return wanted
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="oktopk simulate",
         description="What every reducer sends: the real ones, on simulated ranks, beside their papers' formulas.",
     )
-    names = read.one_of(*REDUCERS, *ALIASES)
+    names = read.one_of(*reducer_names())
     parser.add_argument(
         "--reducers", type=names, nargs="+", default=list(DEFAULT_REDUCERS), metavar="NAME",
         help=f"which ones, of {', '.join(REDUCERS)} (default {' '.join(DEFAULT_REDUCERS)})",

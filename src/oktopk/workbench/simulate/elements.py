@@ -68,6 +68,9 @@ class ElementCounter:
     def close(self) -> None:
         self._inner.close()
 
+    def release(self) -> None:
+        self._inner.release()
+
     def _count_all(self, buffers: Sequence[Tensor]) -> None:
         self._elements += sum(elements_in(buffer) for peer, buffer in enumerate(buffers) if peer != self.rank)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from oktopk.metrics.bounds import BOUNDS, lower_bound
+from oktopk.reduce.description import lower_bound
+from oktopk.registry import describe
 from oktopk.workbench.console.tables import Row, elements
 from oktopk.workbench.simulate.rows import MODEL, MOVED
 
@@ -65,7 +66,7 @@ def _one_reducer(axes: Axes, rows: Sequence[Row], sizes: Sequence[int]) -> tuple
     """Where its formula ends, its name and colour."""
     name = str(rows[0]["reducer"])
     color, marker = _STYLES.get(name, (_GREY, "."))
-    formula, n, k = BOUNDS[name].elements, rows[0]["n"], rows[0]["k"]
+    formula, n, k = describe(name).bound.elements, rows[0]["n"], rows[0]["k"]
     moved = max((int(row["ranks"]) for row in rows if row["how"] == MOVED), default=sizes[0])
     width = 2.2 if name == "oktopk" else 1.2
     for grid, line in ((_grid([sizes[0], moved]), "-"), (_grid([moved, sizes[-1]]), "--")):

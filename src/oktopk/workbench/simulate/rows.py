@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oktopk.metrics.bounds import BOUNDS, lower_bound
+from oktopk.reduce.description import lower_bound
+from oktopk.registry import describe
 from oktopk.workbench.console.tables import Column, Row, byte_count, figure, table
 from oktopk.workbench.simulate.run import MovedRun, RankStep
 from oktopk.workbench.simulate.volume import fit_common, volume
 
 MOVED, MODEL = "moved", "model"
-_APPLIES_THE_UNION = ("topkA", "topkAopt", "topkDSA", "gaussiank", "gaussiankconcat", "gaussiankSA")
-_BY_REGION = ("topkDSA", "gaussiankSA", "oktopk")
 _ROUNDING = 1e-9
 
 
@@ -30,9 +29,10 @@ class Traits:
 def traits_of(runs: Sequence[MovedRun]) -> Traits:
     """Of one reducer's moved runs on two ranks or more; the largest world says most."""
     largest = max(runs, key=lambda run: run.num_ranks)
+    description = describe(largest.reducer)
     chosen = max(1.0, _mean(largest.steady, lambda each: each.stats.local_count))
     common = 0.0
-    if largest.reducer in _APPLIES_THE_UNION:
+    if description.applies_union:
         unions = {
             run.num_ranks: _mean(
                 run.steady, lambda each: chosen * each.stats.global_count / max(1, each.stats.local_count)
@@ -40,7 +40,7 @@ def traits_of(runs: Sequence[MovedRun]) -> Traits:
             for run in runs
         }
         common = fit_common(unions, largest.n, chosen)
-    if largest.reducer not in _BY_REGION:
+    if description.regions is None:
         return Traits(chosen, common, skew=1.0, evened=False)
     size = largest.num_ranks
     scattered = 2 * chosen * (size - 1) / size
@@ -48,8 +48,8 @@ def traits_of(runs: Sequence[MovedRun]) -> Traits:
     average = sum(gathered) / len(gathered)
     skew = max(1.0, max(gathered) / average) if average else 1.0
     usual = volume(largest.reducer, largest.n, largest.k, size, common).messages_sent
-    evened = largest.reducer == "oktopk" and _mean(largest.steady, lambda each: each.stats.messages_sent) > usual
-    return Traits(chosen, common, skew, evened)
+    more = _mean(largest.steady, lambda each: each.stats.messages_sent) > usual
+    return Traits(chosen, common, skew, evened=more and description.regions == "balanced")
 
 
 def moved_row(run: MovedRun) -> Row:
@@ -113,7 +113,7 @@ def _row(
     chosen: float,
     applied: float,
 ) -> Row:
-    bound = BOUNDS[reducer]
+    bound = describe(reducer).bound
     formula = bound.elements(n, k, num_ranks)
     return {
         "reducer": reducer,

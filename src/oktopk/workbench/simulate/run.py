@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket
+from oktopk.bucket import Bucket, Layout
 from oktopk.comm import World, simulate
 from oktopk.comm.base import Communicator
 from oktopk.metrics.step_stats import StepStats
@@ -88,9 +88,8 @@ def _steps_of_one_rank(
     tell: Callable[[str], None] | None,
 ) -> list[RankStep]:
     counter = ElementCounter(comm)
-    settings = {"density": density, "warmup_steps": 0, "min_sparse_numel": 0}
-    allreducer = AllReducer(reducer, comm=counter, trainer=_Lists(), **settings)
-    slots = Bucket.layout([("gradient", source.n)])
+    allreducer = AllReducer(reducer, comm=counter, density=density, warmup_steps=0, min_sparse_numel=0)
+    layout = Layout.of([("gradient", source.n)])
     gradient = torch.empty(source.n, dtype=torch.float32)
     done: list[RankStep] = []
     for step in range(num_steps):
@@ -98,19 +97,10 @@ def _steps_of_one_rank(
             tell(f"step {step + 1} of {num_steps}")
         source.write(comm.rank, step, gradient)
         counter.take()
-        stats = allreducer.reduce(Bucket(gradient, slots))
+        stats = allreducer.reduce(Bucket(gradient, layout))
         allreducer.end_step()
         done.append(RankStep(comm.rank, stats, counter.take()))
     return done
-
-
-@dataclass
-class _Lists:
-    """An AllReducer without a trainer warns that its metrics are not collected; here StepStats has all we need."""
-
-    sparsities: list[float] = field(default_factory=list[float])
-    compression_ratios: list[float] = field(default_factory=list[float])
-    communication_sizes: list[float] = field(default_factory=list[float])
 
 
 @contextmanager

@@ -165,7 +165,7 @@ def _work(shared: _Shared, metric: str, conditions: Conditions, places: Sequence
 def _short(config: TrainConfig) -> TrainConfig:
     """A few steps of both phases: what is loaded and compiled for a first run must not count as its time."""
     name = f"{config.name}-warming-up"
-    return replace(config, name=name, compressor="oktopk", warmup_steps=1, max_steps=3, density_ramp_steps=0)
+    return replace(config, name=name, reducer="oktopk", warmup_steps=1, max_steps=3, density_ramp_steps=0)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from oktopk.comm.simulator import SimulatedCommunicator, World
+from oktopk.registry import describe
 from oktopk.workbench.console.words import UsageError
 from oktopk.workbench.plan.advise import COMMON
 from oktopk.workbench.plan.calibrate import measure_machine
@@ -56,14 +57,12 @@ class Clock:
         """After no step, after one, after two."""
         compute = replace(self.compute, hidden=not (run.config.number("norm_clip") or 0.0) > 0)
         known: dict[tuple[str, int, int], Prediction] = {}
-        return [0.0, *accumulate(self._step(run.compressor or "dense", step, compute, known) for step in run.steps)]
+        return [0.0, *accumulate(self._step(run.reducer or "dense", step, compute, known) for step in run.steps)]
 
-    def _step(
-        self, compressor: str, step: Step, compute: Compute, known: dict[tuple[str, int, int], Prediction]
-    ) -> float:
+    def _step(self, sparse: str, step: Step, compute: Compute, known: dict[tuple[str, int, int], Prediction]) -> float:
         buckets: list[Prediction] = []
         for bucket in step.buckets:
-            reducer = "dense" if bucket.phase == "dense" else compressor
+            reducer = "dense" if bucket.phase == "dense" else sparse
             key = (reducer, bucket.n, max(1, bucket.k))
             if key not in known:
                 known[key] = self._rounds(*key)
@@ -79,6 +78,6 @@ class Clock:
 
 
 def _bytes(reducer: str, bucket: Bucket) -> int:
-    """A link carries both ways at once; the root of gtopk's tree sends when all has arrived."""
+    """A link carries both ways at once; the root of a tree sends when all has arrived."""
     both = (bucket.bytes_sent, bucket.bytes_received)
-    return sum(both) if reducer == "gtopk" else max(both)
+    return sum(both) if describe(reducer).half_duplex else max(both)

@@ -1,4 +1,4 @@
-"""`--compressor auto`: ask the cost model before the first step, and again when there is something to measure."""
+"""`--reducer auto`: ask the cost model before the first step, and again when there is something to measure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 from oktopk.allreducer import AllReducer
 from oktopk.comm.base import Communicator
-from oktopk.workbench.plan.advise import DENSITIES, REDUCERS, Answer, Question, advise, duration
+from oktopk.workbench.plan.advise import DEFAULT_REDUCERS, DENSITIES, Answer, Question, advise, duration
 from oktopk.workbench.plan.calibrate import averages, calibrate
 from oktopk.workbench.plan.model import Compute
+from oktopk.workbench.recording.stages import LOOP_STAGES
 from oktopk.workbench.train.config import ConfigError, TrainConfig
 from oktopk.workbench.worlds.membership import Member
 
@@ -42,14 +43,14 @@ class Auto:
     @staticmethod
     def decide(config: TrainConfig, member: Member, bucket_sizes: Sequence[int]) -> Auto:
         """Some seconds of measuring; `density` is the most that may be sent."""
-        found = calibrate(member.comm, member.device, max(bucket_sizes), config.selector)
+        found = calibrate(member.comm, member.device, max(bucket_sizes), config.kernels)
         answer = advise(
             Question(
                 bucket_sizes=bucket_sizes,
                 num_ranks=member.place.size,
                 link=found.link,
                 machine=found.machine,
-                reducers=REDUCERS,
+                reducers=DEFAULT_REDUCERS,
                 densities=sorted({config.density, *(d for d in DENSITIES if d < config.density)}),
                 compute=Compute(shared=member.device.type == "cpu", hidden=config.norm_clip == 0.0),
             )
@@ -65,8 +66,8 @@ class Auto:
             return Auto(saved["reducer"], saved["density"], True, saved["answer"], rechecks=saved["rechecks"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"compressor='auto': {folder / 'run.json'} does not say what this run had decided ({error}); "
-                "resume it with the compressor it was trained with"
+                f"reducer='auto': {folder / 'run.json'} does not say what this run had decided ({error}); "
+                "resume it with the reducer it was trained with"
             ) from error
 
     def history(self) -> list[str]:
@@ -109,7 +110,7 @@ class Auto:
         return advise(replace(mine, dense_factor=reducing / predicted if predicted else 1.0))
 
     def _after_sparse_steps(self, allreducer: AllReducer, comm: Communicator) -> str:
-        stages = ("io", "forward", "backward", "wait")
+        stages = LOOP_STAGES
         dense, sparse = (sum(_medians(seen, stages, comm)) for seen in (self._dense, self._sparse))
         measured = f"measured: a dense step {duration(dense)}, a sparse one {duration(sparse)}"
         if sparse > dense:

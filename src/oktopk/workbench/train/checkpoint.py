@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,6 @@ from oktopk.comm.base import Communicator
 from oktopk.workbench.console.files import write_text
 
 FORMAT = 1
-_KEEP = 2
 
 
 class CheckpointError(ValueError):
@@ -38,7 +38,11 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], comm: Communicator) -> Path:
-    """Called by every worker with its `own` part; returns when all of it is on disk and `latest.json` says so."""
+    """Called by every worker with its `own` part; returns when all of it is on disk and `latest.json` says so.
+
+    The checkpoint that `latest.json` named before is kept too. All others are removed, those of later steps as well:
+    they are left from a run that was abandoned.
+    """
     target = folder / f"step_{step:08d}"
     target.mkdir(parents=True, exist_ok=True)
     _write_atomically(target / f"rank_{comm.rank}.pt", {"format": FORMAT, **own})
@@ -46,9 +50,12 @@ def save(folder: Path, step: int, shared: Mapping[str, Any], own: Mapping[str, A
         _write_atomically(target / "shared.pt", {"format": FORMAT, "size": comm.size, "step": step, **shared})
     comm.barrier()
     if comm.rank == 0:
+        kept = {target}
+        with suppress(CheckpointError):  # the first one has no predecessor
+            kept.add(latest(folder))
         write_text(folder / "latest.json", json.dumps({"checkpoint": target.name}))
-        for old in sorted(folder.glob("step_*"))[:-_KEEP]:
-            shutil.rmtree(old)
+        for other in set(folder.glob("step_*")) - kept:
+            shutil.rmtree(other, ignore_errors=True)  # a folder that stays is no reason to stop training
     comm.barrier()
     return target
 
@@ -59,7 +66,7 @@ def latest(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: holds no checkpoint to resume from; start without --resume")
     try:
         return folder / Path(str(json.loads(pointer.read_text())["checkpoint"])).name
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{pointer}: is damaged ({error}); delete it and start without --resume") from error
 
 

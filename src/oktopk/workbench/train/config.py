@@ -10,9 +10,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
-from oktopk.registry import canonical_name
+from oktopk.registry import describe
 from oktopk.settings import Settings
 from oktopk.workbench.console.words import UsageError
 from oktopk.workbench.train.task_settings import TASKS
@@ -30,7 +30,7 @@ def _setting(default: Any, group: str, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """Every value can be set in a preset and overridden on the command line as --name value."""
 
     name: str = _setting("run", "run", "folder of this run below out_dir; that of a preset is its own name")
@@ -65,34 +65,23 @@ class TrainConfig:
     nsteps_update: int = _setting(1, "optimisation", "batches accumulated for one step")
     validate_every: int = _setting(1, "optimisation", "epochs between validations; the last epoch always has one")
 
-    compressor: str = _setting(
+    reducer: str = _setting(
         "oktopk", "compression", "which reducer exchanges the gradients; auto: measure, then decide"
     )
     density: float = _setting(0.02, "compression", "part of the gradient to send, in (0, 1]")
-    warmup_steps: int = _setting(128, "compression", "dense steps before the first sparse one")
     density_ramp_steps: int = _setting(0, "compression", "sparse steps in which the density falls from 0.25")
     dense_vectors: bool = _setting(False, "compression", "biases and norm layers stay dense, in buckets of their own")
-    min_sparse_numel: int = _setting(1024, "compression", "smaller buckets stay dense")
-    tau: int = _setting(64, "compression", "steps between two agreements on regions")
-    tau_prime: int = _setting(32, "compression", "steps between two exact thresholds, where they are reused")
-    wire_dtype: str = _setting("fp32", "compression", "how values travel: fp32, or bf16 in half the bytes")
-    thresholds: str = _setting("exact", "compression", "oktopk: exact in every step, or reuse for tau_prime steps")
-    selector: str = _setting("auto", "compression", "which kernels do the work: auto, torch, numba or triton")
-    momentum_correction: float = _setting(0.0, "compression", "momentum before compression (then set momentum 0)")
     bucket_cap_mb: float = _setting(25.0, "compression", "largest bucket of gradients, in MiB")
-    guard_every: int = _setting(0, "compression", "check the conservation law every so many steps; 0: never")
-    nonfinite: str = _setting("raise", "compression", "NaN in a gradient: `raise` or `skip` the step, on all ranks")
 
     workers: int = _setting(1, "launch", "workers to start here, unless torchrun, mpirun or srun already did")
     comm: str = _setting("auto", "launch", "auto, gloo, nccl or mpi")
     device: str = _setting("auto", "launch", "auto, cpu or cuda")
-    timeout_s: float = _setting(300.0, "launch", "how long a worker waits for the others")
 
     def __post_init__(self) -> None:
         try:
-            if self.compressor != "auto":
-                canonical_name(self.compressor)
-            self.allreducer_settings()
+            if self.reducer != "auto":
+                describe(self.reducer)
+            super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
         least: dict[str, float] = {
@@ -134,12 +123,9 @@ class TrainConfig:
     def run_folder(self) -> Path:
         return Path(self.out_dir) / self.name
 
-    def allreducer_settings(self) -> dict[str, Any]:
-        """The part that an AllReducer is made from, checked."""
-        names = {item.name for item in dataclasses.fields(Settings)} & {item.name for item in dataclasses.fields(self)}
-        settings = {name: getattr(self, name) for name in sorted(names)}
-        Settings.of(settings)
-        return settings
+    def allreducer_settings(self) -> Settings:
+        """The part that an AllReducer is made from."""
+        return Settings(**{item.name: getattr(self, item.name) for item in dataclasses.fields(Settings)})
 
     def as_dict(self) -> dict[str, Any]:
         """Flat: the task's own settings among the others."""
@@ -176,9 +162,14 @@ def make_config(values: Mapping[str, Any]) -> TrainConfig:
             owners = [name for name, info in TASKS.items() if key in get_type_hints(info.settings)]
             where = f"it belongs to {', '.join(owners)}, not to {task}" if owners else "`oktopk train --help` lists all"
             raise ConfigError(f"unknown setting {key}={value!r}; {where}")
-    checked = {key: _of_type(key, value, (general | own)[key]) for key, value in values.items()}
+    checked = {key: _of_type(key, value, plain_type((general | own)[key])) for key, value in values.items()}
     mine = TASKS[task].settings(**{key: value for key, value in checked.items() if key in own})
     return TrainConfig(**{key: value for key, value in checked.items() if key in general}, task_settings=mine)
+
+
+def plain_type(hint: Any) -> type:
+    """The type of a setting's value; one of several words is a str."""
+    return str if get_origin(hint) is Literal else hint
 
 
 def _of_type(key: str, value: Any, expected: type) -> Any:

@@ -51,7 +51,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         "lr": options.lr,
         "epochs": options.max_epochs,
         "nsteps_update": options.nsteps_update,
-        "compressor": compressor,
+        "reducer": compressor,
         "density": options.density,
         "pretrain": options.pretrain or "",
     }

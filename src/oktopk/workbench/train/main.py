@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,7 +37,8 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
     """The exit code. Where nobody started us and several workers are wanted, start `python arguments...` for each."""
     place = find_place()
     if place.starter == "nobody" and config.workers > 1:
-        return start_local_workers(config.workers, arguments)
+        run_folder = replace(config, name=_unused_name(config)).run_folder
+        return start_local_workers(config.workers, arguments, run_folder / "logs")
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // place.local_size))  # workers on one machine share its cores
     member = join(place, config.comm, config.device, config.timeout_s)
@@ -53,13 +55,16 @@ def run_training(config: TrainConfig, arguments: Sequence[str]) -> int:
             sys.stdout.flush()
             os._exit(2)
         return 2
+    except KeyboardInterrupt:
+        if place.size == 1:
+            raise
+        os._exit(128 + signal.SIGINT)  # at once and without a traceback: the others are told too
     return 0
 
 
 def train(config: TrainConfig, member: Member, display: Display) -> None:
     """On a worker that has met the others. Raises what stops training, TrainingStopped on all workers alike."""
-    if not config.resume:
-        config = replace(config, name=_free_name(config, member))
+    config = replace(config, name=_agreed_name(config, member))
     profiler = _profiler(config, member)
     if config.profile:
         member = replace(member, comm=CountingCommunicator(member.comm, profiler.communication))
@@ -98,13 +103,20 @@ def _profiler(config: TrainConfig, member: Member) -> Profiler:
     return FileProfile(config.run_folder / "profile" / f"rank_{rank}.bin", rank, member.place.size)
 
 
-def _free_name(config: TrainConfig, member: Member) -> str:
-    """`name`, or name-2, name-3... where a run of that name was already logged; the first worker decides."""
+def _unused_name(config: TrainConfig) -> str:
+    """`name`, or name-2, name-3... where a run of that name was already logged and is not resumed."""
     name, number = config.name, 1
-    while member.is_first and (replace(config, name=name).run_folder / "metrics.jsonl").exists():
+    while not config.resume and (replace(config, name=name).run_folder / "metrics.jsonl").exists():
         number += 1
         name = f"{config.name}-{number}"
-    return _from_first(name, member.comm, member.device)
+    return name
+
+
+def _agreed_name(config: TrainConfig, member: Member) -> str:
+    """The first worker's choice, before any worker writes."""
+    if config.resume:
+        return config.name
+    return _from_first(_unused_name(config) if member.is_first else "", member.comm, member.device)
 
 
 def _from_first(text: str, comm: Communicator, device: torch.device) -> str:

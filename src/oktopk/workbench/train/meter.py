@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from oktopk.metrics.step_stats import StepStats
 from oktopk.metrics.trainer_lists import mean_or_none
 from oktopk.workbench.recording.profile import Profiler
-from oktopk.workbench.train.runlog import LOOP_STAGES, REDUCTION_STAGES, TRAFFIC, stats_record
+from oktopk.workbench.recording.stages import LOOP_STAGES, REDUCTION_STAGES
+from oktopk.workbench.train.runlog import TRAFFIC, stats_record
 
 if TYPE_CHECKING:
     from oktopk.workbench.train.trainer import Trainer

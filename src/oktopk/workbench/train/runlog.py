@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from oktopk.metrics.step_stats import StepStats
 from oktopk.workbench.console.files import write_text
+from oktopk.workbench.recording.stages import LOOP_STAGES, REDUCTION_STAGES
 
 logger = logging.getLogger("oktopk")
 _EPOCH = ("epoch", "step", "time_s", "steps", "loss", "val_loss")
@@ -22,8 +23,6 @@ _COSTS = (
 )  # fmt: skip
 """Columns of epochs.csv, before and behind those of the task's metrics."""
 TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
-LOOP_STAGES = ("io", "forward", "backward", "wait")
-REDUCTION_STAGES = ("compensate", "select", "encode", "exchange", "combine", "apply")
 RANK_COLUMNS = ("epoch", "rank", "steps", *TRAFFIC, *(f"{stage}_s" for stage in (*LOOP_STAGES, *REDUCTION_STAGES)))
 _FLUSH_S = 1.0
 

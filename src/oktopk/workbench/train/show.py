@@ -34,7 +34,7 @@ class Silent:
     """For all workers but the first."""
 
     def plan(self, trainer: Trainer) -> None:
-        trainer.plan()
+        trainer.outline()
 
     def note(self, text: str) -> None:
         del text
@@ -57,17 +57,17 @@ class Terminal:
         self._bars = self._console.is_terminal and not quiet
 
     def plan(self, trainer: Trainer) -> None:
-        config, plan = trainer.config, trainer.plan()
+        config, outline = trainer.config, trainer.outline()
         n, size = trainer.num_parameters, trainer.optimizer.allreducer.comm.size
-        dense, sparse = len(plan.dense_steps), len(plan.sparse_steps)
+        dense, sparse = len(outline.dense_steps), len(outline.sparse_steps)
         k = max(1, round(trainer.density * n))
         say = self._console.print
-        say(f"plan: {config.task}, {n:,} parameters, {size} worker{'s' if size > 1 else ''}, {config.compressor}")
+        say(f"plan: {config.task}, {n:,} parameters, {size} worker{'s' if size > 1 else ''}, {config.reducer}")
         for line in trainer.auto.history() if trainer.auto else ():
             say(f"  auto: {line}")
         say(
             f"  {trainer.steps_per_epoch} steps an epoch, {trainer.num_steps} in all: {dense} dense, {sparse} sparse"
-            + (f" from step {plan.sparse_steps.start}" if sparse else "")
+            + (f" from step {outline.sparse_steps.start}" if sparse else "")
         )
         say(
             f"  gradient to apply in a step: dense {byte_count(4 * n)}, sparse about {byte_count(8 * k)}"
@@ -75,8 +75,8 @@ class Terminal:
         )
         if trainer.position.step:
             say(f"  resumed at step {trainer.position.step}")
-        if plan.warning:
-            say(f"  WARNING: {plan.warning}")
+        if outline.warning:
+            say(f"  WARNING: {outline.warning}")
 
     def note(self, text: str) -> None:
         self._console.print(text)

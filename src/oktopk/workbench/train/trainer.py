@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import torch
 
-from oktopk.adapters.grouping import make_packs
+from oktopk.adapters.grouping import make_groups
 from oktopk.adapters.optimizer import DistributedOptimizer
 from oktopk.checks.finite import NonFiniteGradientError
 from oktopk.metrics.step_stats import StepStats
-from oktopk.schedule import Plan
+from oktopk.schedule import Outline
+from oktopk.settings import DensitySchedule
 from oktopk.workbench.recording.gradients import GradientRecorder
 from oktopk.workbench.recording.profile import Profiler
 from oktopk.workbench.train import checkpoint
@@ -67,7 +68,7 @@ class Trainer:
         self._model = workload.model
         self._told: list[StepStats] = []
         self.position = Position()
-        self.auto = self._decide() if config.compressor == AUTO else None
+        self.auto = self._decide() if config.reducer == AUTO else None
         self.optimizer = self._make_optimizer()
         self.steps_per_epoch = max(1, workload.num_batches // config.nsteps_update)
         whole = config.epochs * self.steps_per_epoch
@@ -86,8 +87,8 @@ class Trainer:
     def density(self) -> float:
         return self.auto.density if self.auto else self.config.density
 
-    def plan(self) -> Plan:
-        return self.optimizer.allreducer.plan(self.num_steps)
+    def outline(self) -> Outline:
+        return self.optimizer.allreducer.outline(self.num_steps)
 
     @property
     def num_parameters(self) -> int:
@@ -125,7 +126,7 @@ class Trainer:
             raise
         finally:
             log.close()
-            self.optimizer.stop()
+            self.optimizer.close()
 
     def _epoch(self, log: RunLog) -> dict[str, Any]:
         position, meter = self.position, EpochMeter(self, self._profiler)
@@ -199,8 +200,9 @@ class Trainer:
         if self.config.resume:
             return Auto.of_run(self.config.run_folder)
         named = list(self._model.named_parameters())
-        packs = make_packs(named, self.config.bucket_cap_mb, self.config.dense_vectors)
-        return Auto.decide(self.config, self._member, [pack.flat.numel() for pack in packs if not pack.dense])
+        groups = make_groups(named, self.config.bucket_cap_mb, self.config.dense_vectors)
+        sizes = [group.layout.numel for group in groups if not group.dense]
+        return Auto.decide(self.config, self._member, sizes)
 
     def _look_again(self, record: dict[str, Any], log: RunLog) -> None:
         if self.auto is None:
@@ -211,25 +213,26 @@ class Trainer:
             log.about(auto=self.auto.as_dict(), **self._in_use())
 
     def _in_use(self) -> dict[str, Any]:
-        plan = self.plan()
-        compressor = self.optimizer.allreducer.compressor if plan.sparse_steps else "dense"
-        return {"compressor": compressor, "dense_steps": len(plan.dense_steps)}
+        outline = self.outline()
+        reducer = self.optimizer.allreducer.reducer if outline.sparse_steps else "dense"
+        return {"reducer": reducer, "dense_steps": len(outline.dense_steps)}
 
     def _make_optimizer(self) -> DistributedOptimizer:
         config = self.config
-        settings: dict[str, Any] = {**config.allreducer_settings(), "density": self.density}
+        density: float | DensitySchedule = self.density
         if config.density_ramp_steps:
-            settings["density"] = density_ramp(self.density, config.warmup_steps, config.density_ramp_steps)
+            density = density_ramp(self.density, config.warmup_steps, config.density_ramp_steps)
         optimizer = DistributedOptimizer(
             inner_optimizer(config, self._model),
             self._model.named_parameters(),
-            self.auto.reducer if self.auto else config.compressor,
+            self.auto.reducer if self.auto else config.reducer,
             comm=self._member.comm,
             trainer=self,
             norm_clip=config.norm_clip or None,
             bucket_cap_mb=config.bucket_cap_mb,
             dense_vectors=config.dense_vectors,
-            **settings,
+            settings=config.allreducer_settings(),
+            density=density,
         )
         if self.auto and not self.auto.compresses:
             optimizer.allreducer.compress_from(None)
@@ -257,8 +260,8 @@ class Trainer:
 
     def _record_gradients(self) -> None:
         if self.config.record_gradients:
-            plan = self.plan()
-            first = plan.sparse_steps.start if plan.sparse_steps else self.position.step
+            sparse = self.outline().sparse_steps
+            first = sparse.start if sparse else self.position.step
             folder = self.config.run_folder / "gradients" / f"rank_{self._member.place.rank}"
             steps = range(first, first + self.config.record_gradients)
             self.optimizer.allreducer.watch(GradientRecorder(folder, steps))
@@ -305,6 +308,8 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "workload": self._workload.state(),
         }
+        if self._member.device.type == "cuda":
+            own["cuda_rng"] = torch.cuda.get_rng_state(self._member.device)
         shared = {
             "fingerprint": self.fingerprint,
             "config": json.dumps(self.config.as_dict()),
@@ -327,6 +332,8 @@ class Trainer:
             buffer.copy_(saved.own["buffers"][name])
         self.optimizer.load_state_dict({**saved.shared["optimizer"], "oktopk": saved.own["allreducer"]})
         torch.set_rng_state(saved.own["rng"])
+        if self._member.device.type == "cuda" and "cuda_rng" in saved.own:  # older checkpoints have none
+            torch.cuda.set_rng_state(saved.own["cuda_rng"], self._member.device)
         self._workload.load_state(saved.own.get("workload", {}))
         shared = saved.shared
         self.position = Position(

@@ -6,21 +6,29 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from oktopk.comm.base import Communicator
 from oktopk.comm.torchdist import initialize
 from oktopk.registry import make_communicator
 from oktopk.workbench.console.words import UsageError
+from oktopk.workbench.worlds.local_workers import STORE, end_with_launcher
 
 COMM_NAMES = ("auto", "gloo", "nccl", "mpi")
 DEVICE_NAMES = ("auto", "cpu", "cuda")
+_OURS = "oktopk"
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that were started together; `starter` is "nobody" for one that is alone."""
+    """This process among those that were started together.
+
+    `starter` is the program that started them, "oktopk" for workers of our own, "nobody" for a process that is alone.
+    """
 
     starter: str
     rank: int
@@ -62,34 +70,40 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def find_place() -> Place:
-    """From the environment that torchrun, mpirun, srun or mpiexec left."""
+    """From the environment that torchrun, mpirun, srun, mpiexec or our own launcher left."""
     for starter, (rank, size, local_rank, local_size) in _VARIABLES.items():
         number, total = _first(rank), _first(size)
         if number is not None and total is not None:
-            on_this_machine = _first(local_rank), _first(local_size)
+            here, num_here = _first(local_rank), _first(local_size)
+            if starter == "torchrun" and STORE in os.environ:
+                starter = _OURS
+            elif starter == "srun":
+                num_here = _slurm_tasks_here() or num_here
             return Place(
                 starter,
                 number,
                 total,
-                number if on_this_machine[0] is None else on_this_machine[0],
-                total if on_this_machine[1] is None else on_this_machine[1],
+                number if here is None else here,
+                total if num_here is None else num_here,
             )
     return Place("nobody", 0, 1, 0, 1)
 
 
 def join(place: Place, comm: str, device_name: str, timeout_s: float) -> Member:
     """Meet the others, over one of COMM_NAMES, on one of DEVICE_NAMES."""
+    if place.starter == _OURS:
+        end_with_launcher()
     device = choose_device(device_name, place)
     kind = comm if comm != "auto" else _best_comm(device, place)
     if kind == "nccl" and device.type != "cuda":
         raise UsageError("comm='nccl': needs CUDA devices; use --comm gloo")
+    if kind == "mpi" and place.starter == _OURS:
+        raise UsageError("comm='mpi': --workers starts no MPI; start with mpirun, or use --comm gloo")
     if kind == "mpi":
         return Member(place, make_communicator("mpi", timeout_s), device)
     if place.size == 1:
         return Member(place, make_communicator("auto", timeout_s), device)
-    os.environ.setdefault("MASTER_ADDR", _meeting_host(place))
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 20000))
-    initialize(kind, place.rank, place.size, timeout_s)
+    initialize(kind, place.rank, place.size, timeout_s, _store(place, timeout_s))
     return Member(place, make_communicator("torch", timeout_s), device)
 
 
@@ -116,9 +130,36 @@ def _best_comm(device: torch.device, place: Place) -> str:
     return "nccl" if device.type == "cuda" and place.local_size <= torch.cuda.device_count() else "gloo"
 
 
+def _store(place: Place, timeout_s: float) -> Store | None:
+    """Where ranks on this machine leave each other their addresses; None where MASTER_ADDR and MASTER_PORT say it.
+
+    A TCPStore that torch makes listens on all interfaces, so ranks that are all here get another one.
+    """
+    if place.starter == _OURS:
+        return FileStore(os.environ[STORE], place.size)
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 20000))
+    if "MASTER_ADDR" in os.environ:
+        return None
+    if place.local_size < place.size:
+        os.environ["MASTER_ADDR"] = _meeting_host(place)
+        return None
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    return _loopback_store(place, int(os.environ["MASTER_PORT"]), timeout_s)
+
+
+def _loopback_store(place: Place, port: int, timeout_s: float) -> TCPStore:
+    listener = None
+    if place.rank == 0:
+        try:
+            listener = socket.create_server((_LOOPBACK, port)).detach()  # the store closes it
+        except OSError as error:
+            raise UsageError(f"MASTER_PORT={port}: cannot be used here ({error}); set it to a free port") from error
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(_LOOPBACK, port, place.size, place.rank == 0, timeout, master_listen_fd=listener)
+
+
 def _meeting_host(place: Place) -> str:
-    if place.local_size == place.size:
-        return "127.0.0.1"
     if place.starter == "srun":
         return first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
     raise UsageError(
@@ -131,6 +172,20 @@ def first_host(nodes: str) -> str:
     """Of SLURM's node list, such as gpu[003-006,009] or a,b."""
     found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
     return found[1] + (found[2] or "") if found else socket.gethostname()
+
+
+def _slurm_tasks_here() -> int | None:
+    """How many tasks of this step run on this node, from SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
+    counts: list[int] = []
+    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not found:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _first(("SLURM_NODEID",))
+    if node is not None:
+        return counts[node] if node < len(counts) else None
+    return counts[0] if len(set(counts)) == 1 else None
 
 
 def _first(names: tuple[str, ...]) -> int | None:

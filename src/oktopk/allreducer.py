@@ -309,6 +309,7 @@ class AllReducer:
             local_count=0,
             global_count=0,
             **cost.traffic.counts(),
+            seconds=cost.seconds,
             skipped=True,
         )
         self._untold.append(stats)

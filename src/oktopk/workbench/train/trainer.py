@@ -301,9 +301,9 @@ class Trainer:
         return f"{self.config.task}, {self.num_parameters} parameters in {len(shapes)} tensors"
 
     def _save(self) -> None:
-        state = self.optimizer.state_dict()
+        state = self.optimizer.training_state_dict()
         own = {
-            "allreducer": state.pop("oktopk"),
+            "allreducer": state["allreducer"],
             "buffers": {name: buffer.clone() for name, buffer in self._model.named_buffers()},
             "rng": torch.get_rng_state(),
             "workload": self._workload.state(),
@@ -317,7 +317,7 @@ class Trainer:
             "step_in_epoch": self.position.step_in_epoch,
             "time_s": self.elapsed_s(),
             "model": self._model.state_dict(),
-            "optimizer": state,
+            "optimizer": state["optimizer"],
         }
         with self._profiler.stage("checkpoint"):
             path = checkpoint.save(self._checkpoints, self.position.step, shared, own, self._member.comm)
@@ -330,7 +330,9 @@ class Trainer:
         self._model.load_state_dict(saved.shared["model"])
         for name, buffer in self._model.named_buffers():
             buffer.copy_(saved.own["buffers"][name])
-        self.optimizer.load_state_dict({**saved.shared["optimizer"], "oktopk": saved.own["allreducer"]})
+        self.optimizer.load_training_state_dict(
+            {"optimizer": saved.shared["optimizer"], "allreducer": saved.own["allreducer"]}
+        )
         torch.set_rng_state(saved.own["rng"])
         if self._member.device.type == "cuda" and "cuda_rng" in saved.own:  # older checkpoints have none
             torch.cuda.set_rng_state(saved.own["cuda_rng"], self._member.device)

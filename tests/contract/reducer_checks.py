@@ -14,7 +14,7 @@ from oktopk.comm.base import Communicator
 from oktopk.reduce import ReducerSettings
 from oktopk.reduce.base import Reduction
 from oktopk.reduce.exchange import Exchange
-from oktopk.registry import make_communicator, make_kernels, make_selector, reducer_factory
+from oktopk.registry import describe, make_communicator, make_kernels, make_selector
 from oktopk.select.bucket_selector import BucketSelector
 from oktopk.settings import WIRE_DTYPES
 from oktopk.sparse_vector import SparseVector
@@ -61,7 +61,7 @@ def drive(comm: Communicator, case: Case) -> list[Step]:
         tau=case.tau,
         tau_prime=case.tau_prime,
     )
-    reducer = reducer_factory(case.reducer)(settings)
+    reducer = describe(case.reducer).factory(settings)
     counting = CountingCommunicator(comm)
     residual = torch.zeros(case.n)
     steps = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.registry import ALIASES, REDUCERS
+from oktopk.registry import reducer_names
 from oktopk.settings import Settings
 from tests.worlds import ROOT
 
@@ -56,7 +56,7 @@ def test_wrapper(launcher: list[str], tmp_path: Path) -> None:
 
 
 def test_every_reducer_and_setting_is_in_the_tables() -> None:
-    for name in [*REDUCERS, *ALIASES]:
+    for name in reducer_names():
         assert f"`{name}`" in README, name
     for name in Settings.__dataclass_fields__:
         assert f"`{name}`" in README, name

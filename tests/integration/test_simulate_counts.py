@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket
+from oktopk.bucket import Bucket, Layout
 from oktopk.metrics.step_stats import StepStats
 from oktopk.registry import REDUCERS
 from oktopk.workbench.simulate.gradients import Synthetic
@@ -23,10 +23,10 @@ def counts_over_gloo(reducer: str) -> list[tuple[int, ...]]:
     lists = type("Lists", (), {"sparsities": [], "compression_ratios": [], "communication_sizes": []})()
     settings = {"density": DENSITY, "warmup_steps": 0, "min_sparse_numel": 0}
     allreducer = AllReducer(reducer, comm="torch", trainer=lists, **settings)
-    source, slots = Synthetic(N, rank, SEED), Bucket.layout([("gradient", N)])
+    source, layout = Synthetic(N, rank, SEED), Layout.of([("gradient", N)])
     found = []
     for step in range(STEPS):
-        found.append(counts(allreducer.reduce(Bucket(source.at(step), slots))))
+        found.append(counts(allreducer.reduce(Bucket(source.at(step), layout))))
         allreducer.end_step()
     allreducer.close()
     return found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oktopk.comm import CommRecord, CountingCommunicator, Traffic, simulate
 from oktopk.comm.base import Communicator
-from oktopk.comm.pairwise import LENGTH_BYTES
+from oktopk.comm.sizes import LENGTH_BYTES
 from oktopk.workbench.recording import profile as profile_module
 from oktopk.workbench.recording.profile import (
     NAMES,

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oktopk.reduce.volume import Volume
 from oktopk.registry import REDUCERS
 from oktopk.workbench.simulate.command import DEFAULT_REDUCERS
 from oktopk.workbench.simulate.rows import model_row, moved_row, traits_of
 from oktopk.workbench.simulate.run import Course, simulate_run
 from oktopk.workbench.simulate.sources import SyntheticSource
-from oktopk.workbench.simulate.volume import Volume, fit_common, union_size, volume
+from oktopk.workbench.simulate.volume import fit_common, union_size, volume
 
 N, K = 200_000, 2000
 

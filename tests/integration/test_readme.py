@@ -38,21 +38,30 @@ def test_there_are_two_short_examples() -> None:
 def test_ddp_one_liner(tmp_path: Path) -> None:
     launcher = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
     out = run(launcher, EXAMPLES[0], tmp_path)
-    assert out.startswith("10 dense steps, then 50 sparse steps\nfinal loss ")
-    assert float(out.split()[-1]) < 0.3
+    said = re.search(r"It prints\n\n```\n(.*?)```", README, re.DOTALL)
+    assert said
+    assert out.splitlines()[0] == said[1].splitlines()[0]
+    assert float(out.split()[-1]) == pytest.approx(float(said[1].split()[-1]), abs=0.01)  # other CPUs round otherwise
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [[], [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-np", "2"]],
-    ids=["alone", "mpirun"],
-)
-def test_wrapper(launcher: list[str], tmp_path: Path) -> None:
-    out = run([*launcher, sys.executable], EXAMPLES[1], tmp_path)
-    found = re.fullmatch(r"sparse: (\d+) of 33793 elements applied, (\d+) bytes sent\n", out)
+def test_wrapper_alone(tmp_path: Path) -> None:
+    out = run([sys.executable], EXAMPLES[1], tmp_path)
+    found = re.fullmatch(r"sparse: (\d+) of 33793 elements applied, 0 bytes sent\n", out)
     assert found, out
-    assert round(0.02 * 33793) <= int(found[1]) <= 1.02 * 0.02 * 33793
-    assert int(found[2]) < 4 * 33793
+    assert int(found[1]) == round(0.02 * 33793)
+
+
+def test_wrapper_under_mpirun_sends_what_the_readme_says(tmp_path: Path) -> None:
+    launcher = [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+    out = run(launcher, EXAMPLES[1], tmp_path)
+    pattern = r"sparse: (\d+) of 33793 elements applied, (\d+) bytes sent"
+    found, said = re.fullmatch(pattern + "\n", out), re.search(pattern, README)
+    assert found, out
+    assert said
+    k = round(0.02 * 33793)
+    assert k <= int(found[1]) <= k + k // 64
+    assert int(found[1]) == int(said[1])
+    assert int(found[2]) == pytest.approx(int(said[2]), rel=0.01)  # gaps are a byte or two, by rounding
 
 
 def test_every_reducer_and_setting_is_in_the_tables() -> None:

@@ -10,28 +10,21 @@ import pytest
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket
+from oktopk.bucket import Bucket, Layout
 from oktopk.comm.simulator import SimulatedCommunicator, World
-from oktopk.kernels.by_device import ByDevice
+from oktopk.kernels.by_device import KERNELS
+from oktopk.kernels.numba_ops import NumbaKernels
 from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.reduce.base import ReducerSettings
 from oktopk.reduce.exchange import Exchange
-from oktopk.registry import (
-    ALIASES,
-    KERNELS,
-    REDUCERS,
-    canonical_name,
-    make_communicator,
-    make_kernels,
-    make_selector,
-    reducer_factory,
-)
-from oktopk.select.kernel_selector import KernelSelector
-from oktopk.select.torch_ops import TorchSelector
-from oktopk.settings import WIRE_DTYPES, Settings
+from oktopk.registry import REDUCERS, describe, make_communicator, make_kernels, reducer_names
+from oktopk.select.base import Accumulated
+from oktopk.select.bucket_selector import BucketSelector
+from oktopk.settings import WIRE_DTYPES, Settings, settings_from
 from oktopk.wire import ValueEncoding
 
 NAN, INF = float("nan"), float("inf")
+CPU = torch.device("cpu")
 NAMES = (
     *("dense", "topkA", "topkA2", "topkAopt", "topkDSA", "gtopk", "gaussiank", "gaussiankconcat", "gaussiankSA"),
     "oktopk",
@@ -48,6 +41,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "momentum_correction": [-0.1, 1.0, 1, 2.5, NAN, INF, "0.9", None, [0.9]],
     "wire_dtype": ["", "FP32", "fp16", "float32", "bfloat16", None, 0, 1, ["bf16"]],
     "thresholds": ["", "Exact", "reused", None, True, 0, ["exact"]],
+    "kernels": ["", "Torch", "cuda", None, 3, ["torch"]],
     "timeout_s": [0, 0.0, -1, NAN, INF, "300", None, [300]],
 }
 BAD = [(key, value) for key, values in BAD_VALUES.items() for value in values]
@@ -58,20 +52,21 @@ def one_rank() -> SimulatedCommunicator:
 
 
 def plain_settings(**further: Any) -> ReducerSettings:
-    return ReducerSettings(selector=TorchSelector(), exchange=Exchange(TorchKernels()), **further)
+    selector = BucketSelector(make_kernels("torch"), CPU, CPU)
+    return ReducerSettings(selector=selector, exchange=Exchange(TorchKernels()), **further)
 
 
 # --- values
 
 
 def test_every_setting_has_its_bad_values_here() -> None:
-    assert {item.name for item in fields(Settings)} - {"selector"} == set(BAD_VALUES)
+    assert {item.name for item in fields(Settings)} == set(BAD_VALUES)
 
 
 @pytest.mark.parametrize(("key", "value"), BAD, ids=[f"{key}={value!r}" for key, value in BAD])
 def test_a_bad_value_is_refused_with_its_key_and_itself(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key) as caught:
-        Settings.of({key: value})
+        settings_from(None, {key: value})
     assert repr(value) in str(caught.value)
 
 
@@ -99,13 +94,13 @@ def test_a_bad_value_is_refused_with_its_key_and_itself(key: str, value: Any) ->
     ids=str,
 )
 def test_values_at_the_edge_are_taken_as_they_are(good: dict[str, Any]) -> None:
-    taken = Settings.of(good)
+    taken = settings_from(None, good)
     assert {key: getattr(taken, key) for key in good} == good
 
 
 def test_values_travel_in_fp32_and_thresholds_are_exact_unless_told_otherwise() -> None:
     settings = Settings()
-    assert (settings.wire_dtype, settings.thresholds, settings.selector) == ("fp32", "exact", "auto")
+    assert (settings.wire_dtype, settings.thresholds, settings.kernels) == ("fp32", "exact", "auto")
     assert WIRE_DTYPES == {"fp32": ValueEncoding.FP32, "bf16": ValueEncoding.BF16}
 
 
@@ -122,11 +117,11 @@ def test_settings_reach_the_reducer() -> None:
 
     def watched(settings: ReducerSettings) -> Any:
         seen.append(settings)
-        return reducer_factory("oktopk")(settings)
+        return describe("oktopk").factory(settings)
 
-    given = {"wire_dtype": "bf16", "thresholds": "reuse", "selector": "torch", "tau": 5, "tau_prime": 7}
+    given = {"wire_dtype": "bf16", "thresholds": "reuse", "kernels": "torch", "tau": 5, "tau_prime": 7}
     allreducer = AllReducer(watched, comm=one_rank(), warmup_steps=0, min_sparse_numel=0, **given)
-    allreducer.reduce(Bucket(torch.tensor([1.0, 2.0, 1.0 + 2.0**-8]), Bucket.layout([("a", 3)])))
+    allreducer.reduce(Bucket(torch.tensor([1.0, 2.0, 1.0 + 2.0**-8]), Layout.of([("a", 3)])))
     assert [(s.thresholds, s.tau, s.tau_prime, s.exchange.values) for s in seen] == [
         ("reuse", 5, 7, ValueEncoding.BF16)
     ]
@@ -136,18 +131,18 @@ def test_settings_reach_the_reducer() -> None:
 def test_what_is_sent_is_what_the_wire_carries_and_the_rest_stays_owed() -> None:
     for wire_dtype, applied, owed in (("fp32", 1.0 + 2.0**-9, 0.0), ("bf16", 1.0, 2.0**-9)):
         allreducer = AllReducer("topkA", comm=one_rank(), warmup_steps=0, min_sparse_numel=0, wire_dtype=wire_dtype)
-        bucket = Bucket(torch.tensor([1.0 + 2.0**-9]), Bucket.layout([("a", 1)]))
+        bucket = Bucket(torch.tensor([1.0 + 2.0**-9]), Layout.of([("a", 1)]))
         allreducer.reduce(bucket)
         allreducer.end_step()
-        assert bucket.gradient.tolist() == [applied]
+        assert bucket.flat.tolist() == [applied]
         assert allreducer.state_dict()["feedback"]["residual"]["a"].tolist() == [owed]
 
 
 @pytest.mark.parametrize("thresholds", ["exact", "reuse"])
 def test_oktopk_remembers_when_it_last_found_a_threshold_only_where_it_is_reused(thresholds: Any) -> None:
-    reducer = reducer_factory("oktopk")(plain_settings(thresholds=thresholds))
+    reducer = describe("oktopk").factory(plain_settings(thresholds=thresholds))
     for _ in range(3):
-        reducer.reduce(torch.tensor([4.0, 0.0, -3.0, 0.5]), one_rank(), 2)
+        reducer.reduce(Accumulated(torch.tensor([4.0, 0.0, -3.0, 0.5])), one_rank(), 2)
     state = reducer.state_dict()
     for part in ("choice", "cut"):
         assert state[part].get("steps") == (3 if thresholds == "reuse" else None)
@@ -155,7 +150,7 @@ def test_oktopk_remembers_when_it_last_found_a_threshold_only_where_it_is_reused
 
 def test_unknown_settings_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown setting densty=0\.1") as caught:
-        Settings.of({"tau": 3, "densty": 0.1})
+        settings_from(None, {"tau": 3, "densty": 0.1})
     for item in fields(Settings):
         assert item.name in str(caught.value)
 
@@ -207,32 +202,31 @@ def test_reducer_settings_refuse_bad_periods(key: str, bad: Any) -> None:
 # --- names
 
 
-def test_the_known_compressors_are_those_of_the_design() -> None:
+def test_the_known_reducers_are_those_of_the_design() -> None:
     assert sorted(REDUCERS) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_compressor_is_made_by_its_name_and_reduces_on_one_rank(name: str) -> None:
-    assert canonical_name(name) == name
-    reducer = reducer_factory(name)(plain_settings())
+def test_every_reducer_is_made_by_its_name_and_reduces_on_one_rank(name: str) -> None:
+    assert describe(name).name == name
+    reducer = describe(name).factory(plain_settings())
     acc = torch.tensor([4.0, 0.0, -3.0, 0.5])
-    reduction = reducer.reduce(acc.clone(), one_rank(), 4)
+    reduction = reducer.reduce(Accumulated(acc.clone()), one_rank(), 4)
     mean = reduction.mean if isinstance(reduction.mean, torch.Tensor) else reduction.mean.to_dense()
     assert mean.tolist() == acc.tolist()
 
 
 @pytest.mark.parametrize(("alias", "name"), [("none", "dense"), ("topkSA", "topkDSA")])
 def test_aliases_are_other_names_for_the_same(alias: str, name: str) -> None:
-    assert ALIASES[alias] == name
-    assert canonical_name(alias) == name
-    assert reducer_factory(alias) is reducer_factory(name)
-    assert AllReducer(alias, comm=one_rank()).compressor == name
+    assert alias in reducer_names()
+    assert describe(alias) is describe(name) is REDUCERS[name]
+    assert AllReducer(alias, comm=one_rank()).reducer == name
 
 
 @pytest.mark.parametrize("unknown", ["", "topk", "OKTOPK", "oktopk "])
-def test_an_unknown_compressor_is_refused_with_the_known_ones(unknown: str) -> None:
-    for ask in (canonical_name, reducer_factory, lambda name: AllReducer(name, comm=one_rank())):
-        with pytest.raises(ValueError, match="unknown compressor") as caught:
+def test_an_unknown_reducer_is_refused_with_the_known_ones(unknown: str) -> None:
+    for ask in (describe, lambda name: AllReducer(name, comm=one_rank())):
+        with pytest.raises(ValueError, match="unknown reducer") as caught:
             ask(unknown)
         assert repr(unknown) in str(caught.value)
         listed = str(caught.value).split("known: ")[-1].split(", ")
@@ -243,19 +237,22 @@ def test_the_known_kernels_are_those_of_the_settings() -> None:
     assert list(KERNELS) == ["auto", "torch", "numba", "triton"]
 
 
-def test_kernels_are_made_by_their_name_and_selectors_of_them() -> None:
-    assert isinstance(make_kernels("torch"), TorchKernels)
-    assert isinstance(make_selector(make_kernels("torch")), TorchSelector)
-    for name in ("auto", "numba", "triton"):
+def test_kernels_are_made_by_their_name_for_each_device() -> None:
+    for name, kind in (
+        ("auto", NumbaKernels),
+        ("numba", NumbaKernels),
+        ("torch", TorchKernels),
+        ("triton", TorchKernels),
+    ):
         kernels = make_kernels(name)
-        assert isinstance(kernels, ByDevice)
-        assert isinstance(make_selector(kernels), KernelSelector)
+        assert type(kernels.on(CPU)) is kind
+        assert kernels.on(CPU) is kernels.on(CPU)
 
 
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_every_name_selects_on_a_cpu(name: str) -> None:
     """Kernels for another device leave it to plain torch."""
-    best = make_selector(make_kernels(name)).top_k(torch.tensor([1.0, -3.0, 0.0, 2.0]), 2)
+    best = BucketSelector(make_kernels(name), CPU, CPU).top_k(Accumulated(torch.tensor([1.0, -3.0, 0.0, 2.0])), 2)
     assert best.indices.tolist() == [1, 3]
 
 
@@ -263,18 +260,14 @@ def test_only_those_who_ask_for_numba_by_name_must_have_it(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "oktopk.kernels.numba_ops", None)
     acc = torch.tensor([1.0, -3.0])
     for name in ("auto", "torch", "triton"):
-        assert make_kernels(name).kth_magnitude(acc, 1) == 3.0
+        assert make_kernels(name).on(CPU).kth_magnitude(acc, 1) == 3.0
     with pytest.raises(ImportError):
-        make_kernels("numba").kth_magnitude(acc, 1)
+        make_kernels("numba").on(CPU)
 
 
-@pytest.mark.parametrize("unknown", ["", "Torch", "cuda", None, 3], ids=repr)
-def test_an_unknown_selector_is_refused_with_the_known_ones(unknown: Any) -> None:
-    for ask in (make_kernels, lambda name: AllReducer("oktopk", comm=one_rank(), selector=name)):
-        with pytest.raises(ValueError, match="unknown selector") as caught:
-            ask(unknown)
-        assert repr(unknown) in str(caught.value)
-        assert set(str(caught.value).split("known: ")[-1].split(", ")) == set(KERNELS)
+def test_unknown_kernels_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown kernels 'cuda'; known: auto, torch, numba, triton"):
+        make_kernels("cuda")
 
 
 @pytest.mark.parametrize("unknown", ["", "MPI", "nccl", "gloo"])

@@ -106,7 +106,7 @@ class AllReducer:
         self._watchers: OrderedDict[int, Watcher] = OrderedDict()
         self._trainer_lists = TrainerLists(trainer, inner.rank) if trainer is not None else None
         self._untold: list[StepStats] = []
-        self._on_load: list[Callable[[], None]] = []
+        self._on_load: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._skipping = False
         self._last_warning: str | None = None
         self.busy = False
@@ -190,6 +190,8 @@ class AllReducer:
         for key, expected in mine.items():
             if state.get(key) != expected:
                 raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
+        for settle, _ in self._on_load:
+            settle()
         self._feedback.load_state_dict(state["feedback"])
         self._lanes.load_state_dict(state["reducers"])
         self._started.clear()
@@ -199,12 +201,17 @@ class AllReducer:
         self.num_skipped_steps = int(state["num_skipped_steps"])
         self.last_step_skipped = False
         self._schedule.decided_first_sparse_step = state.get("compress_from")
-        for forget in self._on_load:
+        for _, forget in self._on_load:
             forget()
 
-    def on_load(self, forget: Callable[[], None]) -> None:
-        """Let `load_state_dict` call this last: an adapter drops what it holds of an unfinished step."""
-        self._on_load.append(forget)
+    def on_load(self, settle: Callable[[], None], forget: Callable[[], None]) -> None:
+        """Let `load_state_dict` call these, before and after.
+
+        Args:
+            settle: An adapter waits until nobody reduces any more.
+            forget: It drops what it holds of an unfinished step.
+        """
+        self._on_load.append((settle, forget))
 
     def close(self) -> None:
         """Release the communicator, if it was made here. Nothing can be reduced afterwards.

@@ -77,8 +77,8 @@ def encode(vector: SparseVector, values: ValueEncoding = ValueEncoding.FP32, ker
     encoding, first = _index_encoding(vector)
     parts: list[Tensor]
     if encoding in _GAP_WIDTHS:
-        packed = kernels.encode_gaps(vector.indices - first, _GAP_WIDTHS[encoding])
-        parts = [vector.indices[:1].clone(memory_format=torch.contiguous_format).view(torch.uint8), packed]
+        encoded = kernels.encode_gaps(vector.indices - first, _GAP_WIDTHS[encoding])
+        parts = [vector.indices[:1].clone(memory_format=torch.contiguous_format).view(torch.uint8), encoded]
     else:
         indices = vector.indices[:1] if encoding is IndexEncoding.RANGE else vector.indices
         parts = [indices.to(_INDEX_DTYPES[encoding]).clone(memory_format=torch.contiguous_format).view(torch.uint8)]
@@ -99,7 +99,7 @@ def encode(vector: SparseVector, values: ValueEncoding = ValueEncoding.FP32, ker
 
 
 def decode(buffer: Tensor, length: int, kernels: Kernels = _PLAIN) -> SparseVector:
-    """The SparseVector of `length` that `encode` packed; WireError for anything else.
+    """The SparseVector of `length` that `encode` encoded; WireError for anything else.
 
     The result owns its memory. Every size is checked against the buffer before it is used.
     """
@@ -108,8 +108,8 @@ def decode(buffer: Tensor, length: int, kernels: Kernels = _PLAIN) -> SparseVect
     dtype = VALUE_DTYPES[value_encoding]
     start = aligned.numel() - _whole_words(dtype.itemsize * count)
     values = aligned[start : start + dtype.itemsize * count].view(dtype)
-    packed = aligned[HEADER_BYTES : start - padding]
-    indices = _decode_indices(packed, index_encoding, count, length, kernels)
+    encoded = aligned[HEADER_BYTES : start - padding]
+    indices = _decode_indices(encoded, index_encoding, count, length, kernels)
     return SparseVector(indices, values.float() if values.dtype != torch.float32 else values, length)
 
 
@@ -161,17 +161,17 @@ def _index_encoding(vector: SparseVector) -> tuple[IndexEncoding, int]:
     return min(most_bytes, key=lambda encoding: most_bytes[encoding]), first
 
 
-def _decode_indices(packed: Tensor, encoding: IndexEncoding, count: int, length: int, kernels: Kernels) -> Tensor:
+def _decode_indices(encoded: Tensor, encoding: IndexEncoding, count: int, length: int, kernels: Kernels) -> Tensor:
     if encoding in (IndexEncoding.INT32, IndexEncoding.INT64):
-        indices = packed.view(_INDEX_DTYPES[encoding]).to(torch.int64)
+        indices = encoded.view(_INDEX_DTYPES[encoding]).to(torch.int64)
         _check_indices(indices, length)
         return indices
-    first = int(packed[:_FIRST_BYTES].view(torch.int64).item())
+    first = int(encoded[:_FIRST_BYTES].view(torch.int64).item())
     if encoding is IndexEncoding.RANGE:
         if not 0 <= first <= length - count:
             raise WireError(f"range {first}+{count} lies outside a vector of length {length}")
-        return torch.arange(first, first + count, device=packed.device)
-    offsets = kernels.decode_gaps(packed[_FIRST_BYTES:], _GAP_WIDTHS[encoding], count)
+        return torch.arange(first, first + count, device=encoded.device)
+    offsets = kernels.decode_gaps(encoded[_FIRST_BYTES:], _GAP_WIDTHS[encoding], count)
     if offsets is None:
         raise WireError(f"the gaps are not those of {count} indices")
     last = first + (int(offsets[-1].item()) if count else 0)

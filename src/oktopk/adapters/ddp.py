@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.adapters.grouping import clip_
 from oktopk.adapters.optimizer import check_norm_clip
-from oktopk.adapters.reduction_thread import ReductionThread, mark
+from oktopk.adapters.reduction_thread import ReductionThread, mark, weakly
 from oktopk.allreducer import AllReducer
 from oktopk.bucket import Bucket, Layout
 from oktopk.comm.torchdist import TorchDistCommunicator
@@ -68,7 +68,7 @@ class HookState:
             **keywords: See Settings.
 
         Raises:
-            ValueError: An unknown setting, or a value that cannot be.
+            ValueError: An unknown setting, a value that cannot be, or `find_unused_parameters` without names.
         """
         check_norm_clip(norm_clip)
         self.settings = settings_from(settings, keywords)
@@ -77,16 +77,21 @@ class HookState:
         self._trainer = trainer
         self._norm_clip = norm_clip
         self._dense_vectors = dense_vectors
-        self._names = {id(parameter): name for name, parameter in named_parameters}
+        named = list(named_parameters)
+        if find_unused_parameters and not named:
+            raise ValueError("find_unused_parameters=True needs named_parameters: pass model.named_parameters()")
+        self._names = {id(parameter): name for name, parameter in named}
         self._may_be_unused = find_unused_parameters
         self._touched: set[str] = set()
         if find_unused_parameters:
-            self._watch_gradients(named_parameters)
+            self._watch_gradients(named)
         self._allreducer: AllReducer | None = None
         self._thread: ReductionThread | None = None
         self._layouts: dict[tuple[int, ...], list[_Part]] = {}
         self._gathered: list[_Handed] = []
         self._held: list[_Handed] = []
+        self._looked_for_scaler = False
+        """In this step: looking through all objects takes a tenth of a second."""
         self.attached = True
 
     @property
@@ -99,13 +104,15 @@ class HookState:
                 trainer=self._trainer,
                 settings=self.settings,
             )
-            self._allreducer.on_load(_forgetting(self))
             self._thread = ReductionThread()
+            self._allreducer.on_load(weakly(self._thread, ReductionThread.settle), weakly(self, HookState._forget_step))
         return self._allreducer
 
     def submit(self, grad_bucket: GradBucket) -> TensorFuture:
         """Hand a bucket in; the future has the mean."""
         handed = _Handed(grad_bucket.buffer(), self._buckets(grad_bucket), grad_bucket.is_last())
+        if handed.is_last:
+            self._looked_for_scaler = False
         self.allreducer.busy = True
         self._gathered.append(handed)
         if handed.is_last and self._norm_clip is not None:
@@ -204,15 +211,15 @@ class HookState:
                 f"{', '.join(names)} has a gradient of {buffer.layout}: only dense ones can be reduced; "
                 "make the embedding with sparse=False"
             )
-        scaler = next((each for each in gc.get_objects() if _is_scaling(each)), None)
-        if scaler is not None:
+        if not self._looked_for_scaler and any(_is_scaling(each) for each in gc.get_objects()):
             raise ValueError(
                 "a torch.amp.GradScaler is in use: values that are owed would keep the scale they were made with, and "
                 "the scaler would not see an overflow; train in bf16, which needs no scaling"
             )
+        self._looked_for_scaler = True
 
-    def _watch_gradients(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
-        for name, parameter in named_parameters:
+    def _watch_gradients(self, named: list[tuple[str, Parameter]]) -> None:
+        for name, parameter in named:
             if parameter.requires_grad:
                 parameter.register_hook(partial(_touch, weakref.ref(self), name))
 
@@ -382,17 +389,6 @@ def _touch(state: "weakref.ref[HookState]", name: str, gradient: Tensor) -> None
     alive = state()
     if alive is not None:
         alive._touched.add(name)  # pyright: ignore[reportPrivateUsage]
-
-
-def _forgetting(state: HookState) -> Any:
-    reference = weakref.ref(state)
-
-    def forget() -> None:
-        alive = reference()
-        if alive is not None:
-            alive._forget_step()  # pyright: ignore[reportPrivateUsage]
-
-    return forget
 
 
 def _is_scaling(candidate: object) -> bool:

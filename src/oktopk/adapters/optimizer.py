@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from oktopk.adapters.grouping import Group, clip_, make_groups
-from oktopk.adapters.reduction_thread import ReductionThread, Ticket, mark
+from oktopk.adapters.reduction_thread import ReductionThread, Ticket, mark, weakly
 from oktopk.allreducer import AllReducer, Listener
 from oktopk.bucket import Bucket
 from oktopk.comm.base import Communicator, all_gather_int
@@ -105,8 +105,10 @@ class DistributedOptimizer(Optimizer):
         self._tickets: list[Ticket] = []
         self._unused: set[str] = set()
         self._synchronized = False
-        self.allreducer.on_load(_weakly(self, DistributedOptimizer._forget_step))
-        on_gradient = _weakly(self, DistributedOptimizer._on_gradient)
+        self.allreducer.on_load(
+            weakly(self._thread, ReductionThread.settle), weakly(self, DistributedOptimizer._forget_step)
+        )
+        on_gradient = weakly(self, DistributedOptimizer._on_gradient)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in named]
         self._end = weakref.finalize(self, _remove_all, self._hooks)
         self._end.atexit = False
@@ -320,18 +322,6 @@ class DistributedOptimizer(Optimizer):
 def check_norm_clip(norm_clip: float | None) -> None:
     if norm_clip is not None and not norm_clip > 0:
         raise ValueError(f"norm_clip={norm_clip!r}: must be a positive norm, or None for no clipping")
-
-
-def _weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
-    """`method` of `owner`, for as long as it lives: a hook on a parameter must not keep the optimizer alive."""
-    reference = weakref.ref(owner)
-
-    def call(*arguments: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, *arguments)
-
-    return call
 
 
 def _remove_all(hooks: list[RemovableHandle]) -> None:

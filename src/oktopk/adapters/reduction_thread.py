@@ -16,6 +16,18 @@ def mark(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
+def weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
+    """`method` of `owner`, for as long as it lives: a hook on a parameter must not keep the optimizer alive."""
+    reference = weakref.ref(owner)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, *arguments)
+
+    return call
+
+
 class Ticket:
     """A job that was handed in."""
 
@@ -43,6 +55,10 @@ class Ticket:
             raise self._error
         if self._output_ready is not None:
             self._output_ready.wait()
+
+    def await_end(self) -> None:
+        """Until the job is done or has failed."""
+        self._done.wait()
 
     def prepare(self) -> None:
         """What a GPU can begin with, while others are still exchanged; on a CPU it would only keep them waiting.
@@ -121,8 +137,13 @@ class ReductionThread:
         self._jobs.put(ticket)
         return ticket
 
+    def settle(self) -> None:
+        """Wait until all that was handed in is over, whatever became of it."""
+        if self._thread.is_alive():
+            self.submit(lambda: None, torch.device("cpu")).await_end()
+
     def forget_failure(self) -> None:
-        """Jobs that are handed in from now on are done again. Call it when all ranks start anew."""
+        """Jobs that are handed in from now on are done again. Call it when all ranks start anew and this is settled."""
         self._failure.clear()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ _BATCH = 4
 
 @dataclass(frozen=True)
 class Exchange:
-    """Packs with these kernels, sends values in this encoding.
+    """Encodes with these kernels, sends values in this encoding.
 
     Whoever sends values rounds them first and stands in for the difference: see `rounded`.
     """
@@ -42,9 +42,9 @@ class Exchange:
 
     def gather(self, mine: SparseVector, comm: Communicator) -> list[SparseVector]:
         """Everyone's vector, by rank: one message to each peer."""
-        return self.unpack(comm.all_gather_v(self.encode(mine)), mine, comm)
+        return self.decode_all(comm.all_gather_v(self.encode(mine)), mine, comm)
 
-    def unpack(self, buffers: Sequence[Tensor], mine: SparseVector, comm: Communicator) -> list[SparseVector]:
+    def decode_all(self, buffers: Sequence[Tensor], mine: SparseVector, comm: Communicator) -> list[SparseVector]:
         """What everyone sent, by rank."""
         return [mine if rank == comm.rank else self.decode(buffer, mine.length) for rank, buffer in enumerate(buffers)]
 
@@ -52,7 +52,7 @@ class Exchange:
         """As `gather`, with indices and values travelling separately."""
         indices, values = wire.split_index_and_value(self.encode(mine))
         halves = zip(comm.all_gather_v(indices), comm.all_gather_v(values), strict=True)
-        return self.unpack([torch.cat(pair) for pair in halves], mine, comm)
+        return self.decode_all([torch.cat(pair) for pair in halves], mine, comm)
 
     def reduce_regions(self, mine: SparseVector, boundaries: Sequence[int], comm: Communicator) -> SparseVector:
         """Send each region to its owner; sum what arrives for ours, a few at a time while the next are on their way.
@@ -61,9 +61,9 @@ class Exchange:
         """
         pieces = mine.split(boundaries)
         nothing = torch.empty(0, dtype=torch.uint8, device=mine.indices.device)
-        packed = [nothing if rank == comm.rank else self.encode(piece) for rank, piece in enumerate(pieces)]
+        encoded = [nothing if rank == comm.rank else self.encode(piece) for rank, piece in enumerate(pieces)]
         arrived: list[SparseVector] = []
-        for rank, buffer in enumerate(comm.all_to_all_each(packed)):
+        for rank, buffer in enumerate(comm.all_to_all_each(encoded)):
             arrived.append(pieces[rank] if rank == comm.rank else self.decode(buffer, mine.length))
             if len(arrived) > _BATCH:
                 arrived = [self.kernels.sum(arrived)]

@@ -75,12 +75,12 @@ class OkTopk:
             self._boundaries = balanced_boundaries(chosen, comm)
 
     def _balance_and_gather(self, kept: SparseVector, k: int, comm: Communicator) -> SparseVector:
-        packed = self._exchange.encode(kept)
-        shares, sizes = all_gather_ints(comm, [len(kept), packed.numel()], packed.device)
+        encoded = self._exchange.encode(kept)
+        shares, sizes = all_gather_ints(comm, [len(kept), encoded.numel()], encoded.device)
         if lopsided(shares, k):
             kept = self._exchange.rebalance(kept, shares, comm)
             return join(self._exchange.gather(kept, comm))
-        return join(self._exchange.unpack(comm.all_gather_v(packed, sizes), kept, comm))
+        return join(self._exchange.decode_all(comm.all_gather_v(encoded, sizes), kept, comm))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -135,7 +135,7 @@ def _volume(step: SteadyStep) -> Volume:
 
 
 def _work(step: SteadyStep) -> Work:
-    """Every rank packs and unpacks a piece for each region, sums its own, and gathers what is kept of the sums."""
+    """Every rank encodes and decodes a piece for each region, sums its own, and gathers what is kept of the sums."""
     peers, share = step.num_peers, step.k / step.num_ranks
     pieces = Amount(peers, share * peers)
     return Work(

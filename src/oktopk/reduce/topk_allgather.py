@@ -114,7 +114,7 @@ def _gathering_in_two_messages(step: SteadyStep) -> Volume:
 
 
 def _work(step: SteadyStep) -> Work:
-    """Every rank packs one vector, unpacks those of its peers and sums all of them."""
+    """Every rank encodes one vector, decodes those of its peers and sums all of them."""
     k, peers = step.k, step.num_peers
     return Work(
         encoded=Amount(1.0, k),

@@ -84,7 +84,7 @@ def _volume(step: SteadyStep) -> Volume:
 
 
 def _work(step: SteadyStep) -> Work:
-    """Every rank packs and unpacks a piece for each region, sums its own, and gathers the sums."""
+    """Every rank encodes and decodes a piece for each region, sums its own, and gathers the sums."""
     peers, piece, share = step.num_peers, step.k / step.num_ranks, step.union / step.num_ranks
     pieces = Amount(peers, piece * peers)
     return Work(

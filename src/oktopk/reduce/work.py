@@ -16,7 +16,7 @@ class Amount(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a rank packs, unpacks and adds up in one reduction."""
+    """What a rank encodes, decodes and adds up in one reduction."""
 
     encoded: Amount = Amount()
     decoded: Amount = Amount()

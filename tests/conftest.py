@@ -1,4 +1,4 @@
-"""Gloo worlds that live for the whole test session: starting one costs more than most tests."""
+"""Gloo worlds that start when a test first asks for one, and then live for the whole test session."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ settings.load_profile("oktopk")
 torch.set_num_threads(1)
 
 
+class Worlds(dict[int, GlooWorld]):
+    """By size. Starting a world costs more than most tests: `worlds[size]` starts it where nobody did before."""
+
+    def __missing__(self, size: int) -> GlooWorld:
+        self[size] = GlooWorld(size)
+        return self[size]
+
+
 @pytest.fixture(scope="session")
 def gloo_worlds() -> Iterator[dict[int, GlooWorld]]:
-    worlds = {size: GlooWorld(size) for size in (2, 3, 4)}
+    worlds = Worlds()
     yield worlds
     for world in worlds.values():
         world.close()

@@ -13,10 +13,12 @@ from typing import Any
 
 from oktopk.comm.counting import CommRecord
 from oktopk.workbench.recording.profile import FileProfile
+from oktopk.workbench.recording.stages import LOOP_STAGES as LOOP
+from oktopk.workbench.recording.stages import REDUCTION_STAGES as REDUCTION
 
-LOOP = ("io", "forward", "backward", "wait")
-REDUCTION = ("compensate", "select", "encode", "exchange", "combine", "apply")
-CONFIG = {"name": "made", "task": "lstman4", "resume": False, "compressor": "oktopk", "density": 0.02, "workers": 2}
+REDUCTION_BEFORE = ("compensate", "select", "exchange", "combine", "apply")
+"""Of runs as `Recipe.old` has them."""
+CONFIG = {"name": "made", "task": "lstman4", "resume": False, "reducer": "oktopk", "density": 0.02, "workers": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Recipe:
     workers: int = 2
     buckets: Sequence[tuple[str, int]] = (("conv.weight..lstm.0.bias", 60_000), ("lstm.1.weight..out.bias", 40_000))
     density: float = 0.02
-    compressor: str = "oktopk"
+    reducer: str = "oktopk"
     skipped: frozenset[int] = frozenset()
     metrics: Mapping[str, Callable[[float], float]] = field(
         default_factory=lambda: {"wer": lambda part: 0.9 - 0.6 * part, "cer": lambda part: 0.6 - 0.5 * part}
@@ -41,7 +43,7 @@ class Recipe:
     auto: Mapping[str, Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     old: bool = False
-    """As written before run.json, ranks.csv, time_s and encode."""
+    """As written before run.json, ranks.csv, time_s, encode and meet."""
     seed: int = 0
 
 
@@ -68,7 +70,7 @@ def write_run(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def write_config(folder: Path, recipe: Recipe) -> None:
-    own = {"compressor": recipe.compressor, "density": recipe.density}
+    own = {"reducer": recipe.reducer, "density": recipe.density}
     (folder / "config.json").write_text(json.dumps({**CONFIG, **own, **recipe.config}))
 
 
@@ -84,7 +86,7 @@ def write_facts(folder: Path, recipe: Recipe) -> None:
         "num_steps": recipe.steps if recipe.planned is None else recipe.planned,
         "steps_per_epoch": recipe.steps_per_epoch,
         "dense_steps": recipe.dense_steps,
-        "compressor": recipe.compressor,
+        "reducer": recipe.reducer,
         "density": recipe.density,
         "auto": recipe.auto,
     }
@@ -124,9 +126,8 @@ def _bucket(name: str, n: int, sparse: bool, skipped: bool, recipe: Recipe, chan
     if skipped:
         k = applied = 0
         sent = 96 * (size - 1)
-    seconds = {} if skipped else {stage: 1e-3 * (0.2 + chance.random()) for stage in REDUCTION}
-    if recipe.old:
-        seconds.pop("encode", None)
+    stages = REDUCTION_BEFORE if recipe.old else REDUCTION
+    seconds = {} if skipped else {stage: 1e-3 * (0.2 + chance.random()) for stage in stages}
     has_threshold = sparse and not skipped
     return {
         "bucket": name,

@@ -20,9 +20,8 @@ N, SEED, STEPS, DENSITY = 20_000, 7, 4, 0.02
 def counts_over_gloo(reducer: str) -> list[tuple[int, ...]]:
     """In a real process: its own AllReducer on the same gradients."""
     rank = torch.distributed.get_rank()
-    lists = type("Lists", (), {"sparsities": [], "compression_ratios": [], "communication_sizes": []})()
     settings = {"density": DENSITY, "warmup_steps": 0, "min_sparse_numel": 0}
-    allreducer = AllReducer(reducer, comm="torch", trainer=lists, **settings)
+    allreducer = AllReducer(reducer, comm="torch", **settings)
     source, layout = Synthetic(N, rank, SEED), Layout.of([("gradient", N)])
     found = []
     for step in range(STEPS):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.kernels.base import Kernels, Seen
-from oktopk.kernels.by_device import ByDevice, best_kernels, numba_kernels, triton_kernels
+from oktopk.kernels.base import Kernels, Seen, Velocity
+from oktopk.kernels.by_device import DeviceKernels
 from oktopk.kernels.torch_ops import TorchKernels, hash_words
+from oktopk.registry import make_kernels
 from oktopk.sparse_vector import SparseVector
 
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
@@ -47,18 +49,15 @@ class Place:
         return torch.device("cpu" if self.device.type == "cuda" else "meta")
 
 
-MAKERS: dict[tuple[str, str], Callable[[], Kernels]] = {
-    ("torch", "cpu"): TorchKernels,
-    ("numba", "cpu"): numba_kernels,
-    ("best", "cpu"): best_kernels,
-}
+PLACES = [("torch", "cpu"), ("numba", "cpu")]
 if torch.cuda.is_available():
-    MAKERS |= {("torch", "cuda"): TorchKernels, ("triton", "cuda"): triton_kernels, ("best", "cuda"): best_kernels}
+    PLACES += [("torch", "cuda"), ("triton", "cuda")]
 
 
-@pytest.fixture(params=MAKERS, ids="-".join, scope="module")
+@pytest.fixture(params=PLACES, ids="-".join, scope="module")
 def place(request: pytest.FixtureRequest) -> Place:
-    return Place(MAKERS[request.param](), torch.device(request.param[1]))
+    name, device = request.param[0], torch.device(request.param[1])
+    return Place(make_kernels(name).on(device), device)
 
 
 # --- inputs
@@ -152,16 +151,21 @@ def assert_saw(seen: Seen, sums: np.ndarray, floor: float, room: int, device: to
 
 
 def accumulate(
-    place: Place, residual: torch.Tensor | None, gradient: torch.Tensor, floor: float, room: int, offset: int = 0
+    place: Place,
+    residual: torch.Tensor | None,
+    gradient: torch.Tensor,
+    floor: float,
+    room: int,
+    offset: int = 0,
+    velocity: Velocity | None = None,
 ) -> tuple[Seen, torch.Tensor]:
     """Into a fresh `out`, with the promises that hold for any input checked."""
     out = put(np.full(gradient.numel(), -5.0, dtype=np.float32), place.device, offset)
-    before = (None if residual is None else residual.clone(), gradient.clone())
-    seen = place.kernels.accumulate(residual, gradient, out, floor, room, place.device)()
+    read = [tensor for tensor in (residual, gradient, velocity and velocity.old) if tensor is not None]
+    before = [tensor.view(torch.uint8).tolist() for tensor in read]
+    seen = place.kernels.accumulate(residual, gradient, out, floor, room, place.device, velocity)()
     assert set(around(out)) == {UNTOUCHED}
-    assert gradient.view(torch.uint8).tolist() == before[1].view(torch.uint8).tolist()
-    if residual is not None and before[0] is not None:
-        assert bits(residual) == bits(before[0])
+    assert [tensor.view(torch.uint8).tolist() for tensor in read] == before
     return seen, out
 
 
@@ -298,6 +302,122 @@ def test_accumulate_is_exact_for_any_input(place: Place, data: st.DataObject, ra
     seen, out = accumulate(place, residual, gradient, floor, room, data.draw(st.integers(0, 17)))
     assert bits(out) == bits(sums)
     assert_saw(seen, sums, floor, room, place.device)
+
+
+# --- accumulate with a velocity
+
+
+def fused(factor: float, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """factor * left + right of fp32 numbers, rounded once.
+
+    The product of two of them is exact in fp64. Their sum is not: what it lost is kept in its last bit (rounded to
+    odd), of which fp64 has far more than fp32, so that the last rounding goes where it would have gone.
+    """
+    with np.errstate(all="ignore"):
+        product, other = np.float64(np.float32(factor)) * left.astype(np.float64), right.astype(np.float64)
+        total = product + other
+        back = total - product
+        lost = (product - (total - back)) + (other - back)
+        words = total.view(np.int64)
+        even = np.isfinite(total) & (lost != 0) & (words & 1 == 0)
+        words[even] += np.where((lost[even] > 0) == (total[even] > 0), 1, -1)
+        return total.astype(np.float32)
+
+
+def test_the_oracle_rounds_once() -> None:
+    """Cases in which rounding the product first, or rounding to fp64 in between, gives another number."""
+    for factor, left, right in ((0.9, 1.1, -0.99), (1.0 + 2.0**-12, 1.0 + 2.0**-12, -1.0), (0.5, 3.0, 2.0**-60)):
+        numbers = [Fraction(float(np.float32(number))) for number in (factor, left, right)]
+        exact = numbers[0] * numbers[1] + numbers[2]
+        found = fused(factor, np.array([left], np.float32), np.array([right], np.float32))[0]
+        near = [np.nextafter(found, np.float32(-np.inf)), found, np.nextafter(found, np.float32(np.inf))]
+        assert min(near, key=lambda number: abs(Fraction(float(number)) - exact)) == found
+
+
+def check_velocity(
+    place: Place,
+    old: np.ndarray | None,
+    owed: np.ndarray | None,
+    gradient: torch.Tensor,
+    momentum: float,
+    floor: float,
+    offsets: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> None:
+    n = gradient.numel()
+    new = put(np.full(n, -5.0, dtype=np.float32), place.device, offsets[0])
+    stored = None if old is None else put(old, place.device, offsets[1])
+    residual = None if owed is None else put(owed, place.device, offsets[2])
+    moved = as_fp32(gradient) if old is None else fused(momentum, old, as_fp32(gradient))
+    with np.errstate(all="ignore"):
+        sums = moved if owed is None else owed + moved
+    for room in (n, 0):
+        velocity = Velocity(stored, new, momentum)
+        seen, out = accumulate(place, residual, gradient, floor, room, offsets[3], velocity)
+        assert bits(new) == bits(moved)
+        assert set(around(new)) == {UNTOUCHED}
+        assert bits(out) == bits(sums)
+        assert_saw(seen, sums, floor, room, place.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [*SIZES, 127, 128, 129])
+@pytest.mark.parametrize("has_residual", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize("has_moved", [True, False], ids=["old velocity", "no velocity yet"])
+def test_a_velocity_is_rounded_once_and_takes_the_gradients_place(
+    place: Place, dtype: torch.dtype, n: int, has_residual: bool, has_moved: bool
+) -> None:
+    raw = np.clip(awkward(n, 30), -6e4, 6e4) if dtype == torch.float16 else awkward(n, 30)
+    owed, old = awkward(n, 31) if has_residual else None, awkward(n, 32) if has_moved else None
+    for offset in OFFSETS:
+        gradient = put(raw, place.device, offset, dtype)
+        for offsets in ((0, 0, 0, 0), (offset, 16 - offset, 3, offset), (0, 1, 0, offset), (offset, 0, 1, 0)):
+            check_velocity(place, old, owed, gradient, 0.9, 0.7, offsets)
+    for momentum, floor in ((0.5, 0.0), (0.9, math.inf), (0.99, SMALLEST), (1e-30, 1.0), (0.0, 0.5)):
+        check_velocity(place, old, owed, put(raw, place.device, 0, dtype), momentum, floor)
+
+
+@LAW
+@given(data=st.data(), raw=arrays(), floor=FLOORS)
+def test_accumulate_with_a_velocity_is_exact_for_any_input(
+    place: Place, data: st.DataObject, raw: np.ndarray, floor: float
+) -> None:
+    others = st.none() | arrays(len(raw), len(raw))
+    offset = st.integers(0, 17)
+    offsets = (data.draw(offset), data.draw(offset), data.draw(offset), data.draw(offset))
+    gradient = put(raw, place.device, data.draw(offset))
+    momentum = data.draw(st.sampled_from([0.9, 0.5, 0.99]) | st.floats(0.0, 1.0, exclude_max=True))
+    check_velocity(place, data.draw(others), data.draw(others), gradient, momentum, floor, offsets)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("at", [0, 63, 64, 130])
+@pytest.mark.parametrize("has_residual", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize("has_moved", [True, False], ids=["old velocity", "no velocity yet"])
+def test_nan_and_inf_pass_through_a_velocity_to_be_found(
+    place: Place, bad: float, at: int, has_residual: bool, has_moved: bool
+) -> None:
+    raw = awkward(131, 33)
+    raw[at] = bad
+    residual = put(np.ones(131, dtype=np.float32), place.device) if has_residual else None
+    old = put(np.ones(131, dtype=np.float32), place.device) if has_moved else None
+    for floor in (0.0, 1.0, LARGEST, math.inf):
+        new = torch.empty(131, device=place.device)
+        velocity = Velocity(old, new, 0.9)
+        seen, out = accumulate(place, residual, put(raw, place.device), floor, 131, velocity=velocity)
+        assert not seen.largest <= LARGEST
+        assert not math.isfinite(float(new[at]))
+        assert not math.isfinite(float(out[at]))
+        assert int((~torch.isfinite(out)).sum()) == int((~torch.isfinite(new)).sum()) == 1
+
+
+def test_a_velocity_that_overflows_is_found(place: Place) -> None:
+    """What only the momentum makes infinite, and a NaN that only the sum makes."""
+    for old, raw, owed in ((LARGEST, LARGEST, 0.0), (-LARGEST, -LARGEST / 2, 1.0), (math.inf, 1.0, -math.inf)):
+        for n in (1, 64, 70):
+            residual, stored, gradient = (put(np.full(n, x, np.float32), place.device) for x in (owed, old, raw))
+            velocity = Velocity(stored, torch.empty(n, device=place.device), 0.9)
+            seen, _ = accumulate(place, residual, gradient, 1.0, n, velocity=velocity)
+            assert not seen.largest <= LARGEST
 
 
 # --- above, kth_magnitude, histogram
@@ -558,7 +678,7 @@ def test_write_leaves_nothing_of_what_was_there(place: Place, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_write_takes_values_that_are_already_of_the_dtype(place: Place, dtype: torch.dtype) -> None:
-    """That is how a mean is written: see oktopk.feedback.apply."""
+    """That is how a mean is written: see oktopk.feedback.residual.write_mean."""
     values = torch.tensor([1.5, -2.25, 0.1]).to(dtype)
     target = torch.ones(6, dtype=dtype, device=place.device)
     narrow = SparseVector(torch.tensor([0, 2, 5], device=place.device), values.to(place.device), 6)
@@ -586,7 +706,7 @@ def test_subtract_takes_away_at_the_indices_alone(place: Place, count: int) -> N
 # --- gaps
 
 
-def packed_by_hand(indices: Sequence[int], width: int) -> bytes:
+def encoded_by_hand(indices: Sequence[int], width: int) -> bytes:
     """How many elements are left out before each index, in digits, as oktopk.wire describes it."""
     most, following, digits = 256**width - 1, 0, []
     for index in indices:
@@ -604,30 +724,30 @@ AT_THE_EDGES = [0, 1, 253, 254, 255, 256, 257, 509, 510, 511, 764, 765, 766]
 AT_THE_WIDE_EDGES = [65533, 65534, 65535, 65536, 131069, 131070, 131071]
 
 
-def check_pack(place: Place, indices: list[int], width: int) -> torch.Tensor:
+def check_gaps(place: Place, indices: list[int], width: int) -> torch.Tensor:
     given_indices = torch.tensor(indices, dtype=torch.int64, device=place.device)
-    packed = place.kernels.pack(given_indices, width)
-    assert (packed.dtype, packed.dim(), packed.device.type) == (torch.uint8, 1, place.device.type)
-    assert bytes(packed.tolist()) == packed_by_hand(indices, width)
+    encoded = place.kernels.encode_gaps(given_indices, width)
+    assert (encoded.dtype, encoded.dim(), encoded.device.type) == (torch.uint8, 1, place.device.type)
+    assert bytes(encoded.tolist()) == encoded_by_hand(indices, width)
     assert given_indices.tolist() == indices
-    unpacked = place.kernels.unpack(packed, width, len(indices))
-    assert unpacked is not None
-    assert (unpacked.dtype, unpacked.device.type) == (torch.int64, place.device.type)
-    assert unpacked.tolist() == indices
-    return packed
+    decoded = place.kernels.decode_gaps(encoded, width, len(indices))
+    assert decoded is not None
+    assert (decoded.dtype, decoded.device.type) == (torch.int64, place.device.type)
+    assert decoded.tolist() == indices
+    return encoded
 
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("gap", AT_THE_EDGES + AT_THE_WIDE_EDGES)
 def test_gaps_at_the_edges_of_a_digit_come_back(place: Place, gap: int, width: int) -> None:
     for gaps in ([gap], [0, gap], [gap, 0], [gap, gap], [3, gap, 7, gap]):
-        check_pack(place, after_gaps(gaps), width)
+        check_gaps(place, after_gaps(gaps), width)
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_no_index_is_no_byte(place: Place, width: int) -> None:
-    assert check_pack(place, [], width).numel() == 0
-    assert place.kernels.unpack(torch.empty(0, dtype=torch.uint8, device=place.device), width, 1) is None
+    assert check_gaps(place, [], width).numel() == 0
+    assert place.kernels.decode_gaps(torch.empty(0, dtype=torch.uint8, device=place.device), width, 1) is None
 
 
 @LAW
@@ -637,24 +757,24 @@ def test_no_index_is_no_byte(place: Place, width: int) -> None:
 )
 def test_any_gaps_come_back(place: Place, gaps: list[int], width: int) -> None:
     indices = after_gaps(gaps)
-    packed = check_pack(place, indices, width)
+    encoded = check_gaps(place, indices, width)
     for count in {0, len(indices) - 1, len(indices) + 1, 2 * len(indices) + 1} - {-1, len(indices)}:
-        assert place.kernels.unpack(packed, width, count) is None
+        assert place.kernels.decode_gaps(encoded, width, count) is None
 
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("indices", [[], [0], [3, 700, 70_000]], ids=str)
 def test_a_gap_that_does_not_end_is_refused_whatever_the_count(place: Place, indices: list[int], width: int) -> None:
     for escapes in (1, 2, 5):
-        raw = packed_by_hand(indices, width) + b"\xff" * (width * escapes)
-        packed = torch.tensor(list(raw), dtype=torch.uint8, device=place.device)
+        raw = encoded_by_hand(indices, width) + b"\xff" * (width * escapes)
+        encoded = torch.tensor(list(raw), dtype=torch.uint8, device=place.device)
         for count in range(len(indices) + 3):
-            assert place.kernels.unpack(packed, width, count) is None
+            assert place.kernels.decode_gaps(encoded, width, count) is None
 
 
 @LAW
 @given(data=st.data(), width=st.sampled_from([1, 2]))
-def test_any_bytes_are_unpacked_as_described_or_refused(place: Place, data: st.DataObject, width: int) -> None:
+def test_any_bytes_are_decoded_as_described_or_refused(place: Place, data: st.DataObject, width: int) -> None:
     digit = st.one_of(st.just(256**width - 1), st.integers(0, 256**width - 1), st.integers(0, 3))
     digits = data.draw(st.lists(digit, max_size=20))
     gaps, open_gap = list[int](), 0
@@ -665,9 +785,9 @@ def test_any_bytes_are_unpacked_as_described_or_refused(place: Place, data: st.D
             open_gap = 0
     ends_whole = not digits or digits[-1] != 256**width - 1
     raw = b"".join(value.to_bytes(width, "little") for value in digits)
-    packed = torch.tensor(list(raw), dtype=torch.uint8, device=place.device)
+    encoded = torch.tensor(list(raw), dtype=torch.uint8, device=place.device)
     for count in range(len(gaps) + 2):
-        found = place.kernels.unpack(packed, width, count)
+        found = place.kernels.decode_gaps(encoded, width, count)
         if count == len(gaps) and ends_whole:
             assert found is not None
             assert found.tolist() == after_gaps(gaps)
@@ -679,13 +799,13 @@ def test_any_bytes_are_unpacked_as_described_or_refused(place: Place, data: st.D
 def test_many_random_indices_come_back(place: Place, width: int) -> None:
     rng = np.random.default_rng(17)
     for n, count in ((100_000, 1000), (5_000_000, 300), (400, 399)):
-        check_pack(place, np.sort(rng.permutation(n)[:count]).tolist(), width)
+        check_gaps(place, np.sort(rng.permutation(n)[:count]).tolist(), width)
 
 
-def test_unpacked_indices_own_their_memory(place: Place) -> None:
-    packed = place.kernels.pack(torch.tensor([3, 9], device=place.device), 1)
-    found = place.kernels.unpack(packed, 1, 2)
-    packed.fill_(0)
+def test_decoded_indices_own_their_memory(place: Place) -> None:
+    encoded = place.kernels.encode_gaps(torch.tensor([3, 9], device=place.device), 1)
+    found = place.kernels.decode_gaps(encoded, 1, 2)
+    encoded.fill_(0)
     assert found is not None
     assert found.tolist() == [3, 9]
 
@@ -716,42 +836,49 @@ def test_hash_words_of_more_than_one_block(place: Place) -> None:
     assert place.kernels.hash_words(torch.from_numpy(words).to(place.device)) == hashed(words)
 
 
-# --- the best for each device
+# --- who works on which device
 
 
-def test_the_best_on_a_cpu_are_those_of_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(name: str) -> Kernels:
+    return make_kernels(name).on(torch.device("cpu"))
+
+
+def test_on_a_cpu_numba_does_the_work_unless_told_otherwise() -> None:
     from oktopk.kernels.numba_ops import NumbaKernels
 
-    calls = []
+    assert [type(on_cpu(name)) for name in ("auto", "numba")] == [NumbaKernels] * 2
+    assert [type(on_cpu(name)) for name in ("torch", "triton")] == [TorchKernels] * 2
 
-    def remembered(self: NumbaKernels, values: torch.Tensor, k: int) -> float:  # noqa: ARG001
-        calls.append(k)
-        return 0.5
 
-    monkeypatch.setattr(NumbaKernels, "kth_magnitude", remembered)
-    assert best_kernels().kth_magnitude(torch.ones(3), 2) == 0.5
-    assert calls == [2]
+def test_kernels_are_made_once_and_when_they_are_asked_for() -> None:
+    made = []
+
+    def make() -> Kernels:
+        made.append(1)
+        return TorchKernels()
+
+    kernels = DeviceKernels({"cpu": make})
+    assert not made
+    assert kernels.on(torch.device("cpu")) is kernels.on(torch.device("cpu"))
+    assert type(kernels.on(torch.device("meta"))) is TorchKernels
+    assert len(made) == 1
 
 
 def test_without_numba_plain_torch_does_the_work_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "oktopk.kernels.numba_ops", None)
-    kernels = best_kernels()
     with caplog.at_level(logging.WARNING, logger="oktopk"):
-        assert kernels.kth_magnitude(torch.tensor([1.0, -3.0, 2.0]), 2) == 2.0
-        assert kernels.kth_magnitude(torch.tensor([1.0, -3.0, 2.0]), 1) == 3.0
+        kernels = make_kernels("auto")
+        assert not caplog.records
+        for _ in range(2):
+            assert type(kernels.on(torch.device("cpu"))) is TorchKernels
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "plain torch" in caplog.text
     with pytest.raises(ImportError):
-        ByDevice({"cpu": numba_kernels}).kth_magnitude(torch.ones(3), 1)
-
-
-def test_a_device_that_nobody_made_kernels_for_gets_plain_torch() -> None:
-    kernels = ByDevice({"cuda": numba_kernels})
-    assert kernels.above(torch.tensor([1.0, 0.0, -2.0]), 1.5, 3).indices.tolist() == [2]
+        on_cpu("numba")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: the kernels ran on the CPU alone")
 def test_the_suite_ran_on_cuda_too() -> None:
-    assert ("triton", "cuda") in MAKERS
+    assert ("triton", "cuda") in PLACES

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,33 +14,31 @@ from hypothesis import strategies as st
 
 from oktopk.comm import simulate
 from oktopk.registry import REDUCERS
+from oktopk.select import Accumulated
 from tests import gradients
 from tests.contract.reducer_checks import Case, Step, assert_lawful, assert_same_steps, drive, drive_over
+from tests.contract.reference_selector import ReferenceSelector
 from tests.worlds import GlooWorld, run_mpi
 
 NAMES = list(REDUCERS)
 STEPS = 70  # crosses tau = 64 and tau' = 32, with the steps right after them
 
 
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=8)
-@given(
-    kind=st.sampled_from(gradients.KINDS),
-    size=st.integers(1, 7),
-    n=st.integers(1, 120),
-    density=st.sampled_from([0.01, 0.05, 0.3, 1.0]),
-    seed=st.integers(0, 2**31),
-)
-def test_law_over_simulated_ranks(name: str, kind: str, size: int, n: int, density: float, seed: int) -> None:
-    case = Case(name, kind, n, max(1, round(density * n)), STEPS, seed)
-    assert_lawful(simulate(size, lambda comm: drive(comm, case)))
+def drawn(name: str, kind: str, turn: int, steps: int, **more: Any) -> tuple[int, Case]:
+    """A number of ranks and a case, other ones for each reducer, kind and turn."""
+    rng = random.Random(f"{name} {kind} {turn}")
+    size, n = rng.randint(1, 7), rng.randint(1, 203)
+    k = max(1, round(rng.choice([0.01, 0.05, 0.3, 1.0]) * n))
+    selector = rng.choice(["bucket", "forgetful"])
+    drawn_too = {key: rng.choice(value) for key, value in more.items() if isinstance(value, list)}
+    return size, Case(name, kind, n, k, steps, rng.randint(0, 2**31), selector=selector, **(more | drawn_too))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", gradients.KINDS)
-def test_law_for_every_kind(name: str, kind: str) -> None:
-    case = Case(name, kind, n=203, k=8, steps=STEPS, seed=11)
-    assert_lawful(simulate(3, lambda comm: drive(comm, case)))
+def test_law_over_simulated_ranks(name: str, kind: str) -> None:
+    size, case = drawn(name, kind, 0, STEPS)
+    assert_lawful(simulate(size, lambda comm: drive(comm, case)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,41 +67,17 @@ def drive_all_over_mpi(cases: list[Case]) -> list[list[Step]]:
 
 # --- values in bf16
 
-BF16_KINDS = ["heavy", "ties", "tiny", "huge", "layered", "some_silent", "all_tied", "moving"]
+KERNELS = ["torch", "numba"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", BF16_KINDS)
+@pytest.mark.parametrize("kind", gradients.KINDS)
 def test_law_where_values_travel_in_bf16(name: str, kind: str) -> None:
     """What rounding takes away stays owed, for every number of ranks."""
-    for size in (1, 2, 3, 4):
-        case = Case(name, kind, n=203, k=8, steps=14, seed=13, tau=4, tau_prime=3, wire_dtype="bf16")
+    more: dict[str, Any] = {"kernels": KERNELS, "thresholds": ["exact", "reuse"]}
+    for turn in range(2):
+        size, case = drawn(name, kind, turn, 14, tau=5, tau_prime=3, wire_dtype="bf16", **more)
         assert_lawful(simulate(size, lambda comm, case=case: drive(comm, case)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=5)
-@given(
-    kind=st.sampled_from(gradients.KINDS),
-    size=st.integers(1, 7),
-    n=st.integers(1, 120),
-    density=st.sampled_from([0.01, 0.05, 0.3, 1.0]),
-    seed=st.integers(0, 2**31),
-    kernels=st.sampled_from(["torch", "numba"]),
-    thresholds=st.sampled_from(["exact", "reuse"]),
-)
-def test_law_in_bf16_over_simulated_ranks(
-    name: str, kind: str, size: int, n: int, density: float, seed: int, kernels: str, thresholds: str
-) -> None:
-    case = Case(
-        *(name, kind, n, max(1, round(density * n)), 12, seed),
-        tau=5,
-        tau_prime=3,
-        kernels=kernels,
-        wire_dtype="bf16",
-        thresholds=thresholds,
-    )
-    assert_lawful(simulate(size, lambda comm: drive(comm, case)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,18 +113,19 @@ def test_what_is_applied_in_bf16_are_numbers_that_it_carries(name: str) -> None:
 def test_all_kernels_take_the_same_steps(name: str, wire_dtype: str) -> None:
     for kind in ("heavy", "ties", "tiny", "moving", "some_silent"):
         steps = {}
-        for kernels in ("torch", "numba"):
+        for kernels in KERNELS:
             case = Case(*(name, kind, 203, 8, 10), seed=17, tau=4, tau_prime=3, kernels=kernels, wire_dtype=wire_dtype)
             steps[kernels] = simulate(3, lambda comm, case=case: drive(comm, case))
         assert_same_steps(steps["torch"], steps["numba"])
 
 
 @pytest.mark.parametrize("thresholds", ["exact", "reuse"])
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
-def test_all_kernels_take_the_same_steps_with_many_elements(kernels: str, thresholds: str) -> None:
+@pytest.mark.parametrize("selector", ["bucket", "forgetful"])
+def test_all_kernels_take_the_same_steps_with_many_elements(selector: str, thresholds: str) -> None:
     """Enough of them for samples to be taken, for room to run short, and for counts not to be exactly k."""
     first, other = (
-        Case("oktopk", "synthetic", 100_000, 3000, 6, kernels=each, thresholds=thresholds) for each in ("auto", kernels)
+        Case("oktopk", "synthetic", 100_000, 3000, 6, kernels=kernels, thresholds=thresholds, selector=selector)
+        for kernels in KERNELS
     )
     assert_same_steps(
         simulate(2, lambda comm: drive(comm, first)),
@@ -158,12 +135,13 @@ def test_all_kernels_take_the_same_steps_with_many_elements(kernels: str, thresh
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
 @pytest.mark.parametrize("kind", ["synthetic_spike", "synthetic_drop", "ties", "some_silent", "tiny"])
-def test_a_selector_that_remembers_takes_the_same_steps(name: str, kind: str) -> None:
-    plain, remembering = (
-        Case(name, kind, 900, 20, 24, seed=19, tau=4, tau_prime=3, remembers=remembers) for remembers in (False, True)
+def test_a_selector_that_remembers_takes_the_steps_of_one_that_looks_at_everything(name: str, kind: str) -> None:
+    reference, remembering = (
+        Case(name, kind, 900, 20, 24, seed=19, tau=4, tau_prime=3, selector=selector)
+        for selector in ("reference", "bucket")
     )
     assert_same_steps(
-        simulate(2, lambda comm: drive(comm, plain)),
+        simulate(2, lambda comm: drive(comm, reference)),
         simulate(2, lambda comm: drive(comm, remembering)),
     )
 
@@ -194,23 +172,42 @@ def test_fewer_elements_than_ranks(name: str, n: int) -> None:
     assert_lawful(simulate(7, lambda comm: drive(comm, case)))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dense", "gaussiank")])
-def test_counts_stay_near_k_while_residuals_grow(name: str) -> None:
+def largest(acc: torch.Tensor, k: int) -> np.ndarray:
+    """Where the k largest lie; lower indices win ties."""
+    return np.argsort(-np.abs(acc.numpy()), kind="stable")[:k]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dense", "oktopk")])  # oktopk: see below
+def test_counts_are_those_of_the_table_while_residuals_grow(name: str) -> None:
+    """README's: exactly k here, but for the two that go by a threshold; k in all, or the union of what was chosen."""
     case = Case(name, "synthetic", n=20_000, k=200, steps=STEPS)
-    for steps in simulate(4, lambda comm: drive(comm, case)):
-        for step in steps:
-            assert 0.75 * case.k <= step.reduction.local_count
-            if not name.startswith("gaussiank"):
-                assert step.reduction.local_count <= case.k
-            if name in ("oktopk", "gtopk", "topkA2"):
-                assert 0.75 * case.k <= step.reduction.global_count <= 1.25 * case.k
+    by_rank = simulate(4, lambda comm: drive(comm, case))
+    for number, together in enumerate(zip(*by_rank, strict=True)):
+        chosen = set[int]()
+        for step in together:
+            count = step.reduction.local_count
+            chosen |= set(largest(step.acc, count).tolist())
+            if name.startswith("gaussiank"):
+                threshold = ReferenceSelector().normal_threshold(Accumulated(step.acc), case.k)
+                assert count == int((step.acc.abs() >= threshold).sum()) >= 0.75 * case.k, f"step {number}"
+            elif name == "topkAopt":
+                assert 0.75 * case.k <= count <= case.k, f"step {number}"
+            else:
+                assert count == case.k, f"step {number}"
+        applied = set(together[0].mean.numpy().nonzero()[0].tolist())
+        assert len(applied) == together[0].reduction.global_count
+        if name in ("topkA2", "gtopk"):
+            assert len(applied) == case.k, f"step {number}"
+            assert applied < chosen
+        else:
+            assert applied == chosen, f"step {number}"
 
 
 def chosen_sums(accs: list[torch.Tensor], k: int) -> np.ndarray:
     """What each rank's k largest sum to, added in rank order; lower indices win ties."""
     total = np.zeros(accs[0].numel(), dtype=np.float32)
     for acc in accs:
-        best = np.argsort(-np.abs(acc.numpy()), kind="stable")[:k]
+        best = largest(acc, k)
         total[best] += acc.numpy()[best]
     return total
 
@@ -257,7 +254,7 @@ def oracle_step(accs: list[torch.Tensor], k: int) -> tuple[torch.Tensor, list[to
     return mean, residuals
 
 
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @settings(max_examples=25)
 @given(
     kind=st.sampled_from(gradients.KINDS),
@@ -266,10 +263,10 @@ def oracle_step(accs: list[torch.Tensor], k: int) -> tuple[torch.Tensor, list[to
     k=st.integers(1, 20),
     seed=st.integers(0, 2**31),
     thresholds=st.sampled_from(["exact", "reuse"]),
-    remembers=st.booleans(),
+    selector=st.sampled_from(["bucket", "forgetful"]),
 )
 def test_oktopk_with_exact_thresholds_equals_the_oracle(
-    kernels: str, kind: str, size: int, n: int, k: int, seed: int, thresholds: str, remembers: bool
+    kernels: str, kind: str, size: int, n: int, k: int, seed: int, thresholds: str, selector: str
 ) -> None:
     """Thresholds that are reused for one step are exact too."""
     case = Case(
@@ -278,7 +275,7 @@ def test_oktopk_with_exact_thresholds_equals_the_oracle(
         tau_prime=1,
         kernels=kernels,
         thresholds=thresholds,
-        remembers=remembers,
+        selector=selector,
     )
     by_rank = simulate(size, lambda comm: drive(comm, case))
     for together in zip(*by_rank, strict=True):
@@ -371,7 +368,7 @@ def test_ties_do_not_break_the_bound_of_oktopk(kind: str, size: int) -> None:
     for steps in simulate(size, lambda comm: drive(comm, case)):
         for step in steps:
             bulk = [r for r in step.traffic if r.operation != "all_reduce"]
-            assert step.reduction.global_count <= 1.25 * case.k
+            assert step.reduction.global_count <= case.k + case.k // 64
             assert sum(r.bytes_sent for r in bulk) <= allowed + PER_MESSAGE_BYTES * sum(r.messages_sent for r in bulk)
 
 
@@ -383,14 +380,26 @@ def test_the_global_threshold_is_reused_between_recomputes() -> None:
     assert [number for number in exact if number > 20] == [32, 64]
 
 
-def test_oktopk_sends_less_than_every_other_at_many_ranks() -> None:
-    def sent_by(name: str) -> int:
-        case = Case(name, "synthetic", n=60_000, k=600, steps=3, tau=2)
-        by_rank = simulate(16, lambda comm: drive(comm, case))
-        return max(sum(r.bytes_sent for r in steps[-1].traffic) for steps in by_rank)
+def test_the_busiest_rank_of_oktopk_sends_less_than_that_of_any_other() -> None:
+    """In every step and with all that is agreed on, at many ranks; and P/3 times less than an allgather, as the table
+    says: 6k(P-1)/P elements instead of 2k(P-1)."""
+    size, steps = 16, 3
 
-    ours = sent_by("oktopk")
-    assert all(ours < sent_by(name) for name in ("dense", "topkA", "topkA2", "topkAopt", "topkDSA", "gaussiank"))
+    def busiest(name: str, *left_out: str) -> list[int]:
+        case = Case(name, "synthetic", n=400_000, k=4000, steps=steps, tau=2)
+        by_rank = simulate(size, lambda comm: drive(comm, case))
+        return [
+            max(sum(r.bytes_sent for r in step.traffic if r.operation not in left_out) for step in together)
+            for together in zip(*by_rank, strict=True)
+        ]
+
+    ours, bulk = busiest("oktopk"), busiest("oktopk", "all_reduce")
+    for name in NAMES:
+        if name != "oktopk":
+            theirs = busiest(name)
+            assert all(mine < other for mine, other in zip(ours, theirs, strict=True)), f"{name}: {ours}, {theirs}"
+            if name.startswith("topkA"):
+                assert all(size / 3 * mine <= other for mine, other in zip(bulk, theirs, strict=True)), name
 
 
 def test_gaussiankconcat_sends_one_message_where_gaussiank_sends_two() -> None:

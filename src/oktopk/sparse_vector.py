@@ -58,9 +58,6 @@ class SparseVector:
             total[torch.searchsorted(union, vector.indices)] += vector.values
         return SparseVector(union, total, vectors[0].length)
 
-    def add(self, other: SparseVector) -> SparseVector:
-        return SparseVector.sum([self, other])
-
     def negate(self) -> SparseVector:
         return SparseVector(self.indices, -self.values, self.length)
 

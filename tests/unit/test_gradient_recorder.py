@@ -10,42 +10,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from oktopk import AllReducer, Bucket
+from oktopk import AllReducer, Bucket, Layout
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
 from oktopk.workbench.recording.gradients import GradientRecorder
 from tests import gradients
 
-LAYOUTS = (Bucket.layout([("a", 100), ("b", 60)]), Bucket.layout([("c", 90)]))
+LAYOUTS = (Layout.of([("a", 100), ("b", 60)]), Layout.of([("c", 90)]))
 SETTINGS = {"warmup_steps": 2, "density": 0.05, "min_sparse_numel": 0, "tau": 4, "tau_prime": 2}
 
 
 def gradient(number: int, rank: int, step: int) -> Tensor:
-    n = sum(slot.numel for slot in LAYOUTS[number])
-    return gradients.make("heavy", n, rank, step, seed=10 + number)
+    return gradients.make("heavy", LAYOUTS[number].numel, rank, step, seed=10 + number)
 
 
-def record(folder: Path, compressor: str, steps: range, size: int = 2, num_steps: int = 6) -> None:
+def record(folder: Path, reducer: str, steps: range, size: int = 2, num_steps: int = 6) -> None:
     """Train `size` ranks for `num_steps`, two buckets a step; each records into a folder of its own."""
 
     def run(comm: Communicator) -> None:
-        allreducer = AllReducer(compressor, comm=comm, **SETTINGS)
+        allreducer = AllReducer(reducer, comm=comm, **SETTINGS)
         allreducer.watch(GradientRecorder(folder / f"rank_{comm.rank}", steps))
         for step in range(num_steps):
-            for number, slots in enumerate(LAYOUTS):
-                bucket = Bucket(gradient(number, comm.rank, step), slots)
+            for number, layout in enumerate(LAYOUTS):
+                bucket = Bucket(gradient(number, comm.rank, step), layout)
                 allreducer.reduce(bucket)
-                assert not torch.equal(bucket.gradient, gradient(number, comm.rank, step))  # it was reduced
+                assert not torch.equal(bucket.flat, gradient(number, comm.rank, step))  # it was reduced
             allreducer.end_step()
 
     simulate(size, run)
 
 
-@pytest.mark.parametrize("compressor", ["oktopk", "topkA", "dense"])
+@pytest.mark.parametrize("reducer", ["oktopk", "topkA", "dense"])
 @pytest.mark.parametrize("steps", [range(1, 4), range(2), range(4, 9)])
-def test_what_was_passed_in_is_what_is_written(compressor: str, steps: range, tmp_path: Path) -> None:
+def test_what_was_passed_in_is_what_is_written(reducer: str, steps: range, tmp_path: Path) -> None:
     """In dense and in sparse steps, where something is owed."""
-    record(tmp_path, compressor, steps)
+    record(tmp_path, reducer, steps)
     for rank in range(2):
         folder = tmp_path / f"rank_{rank}"
         taken = [step for step in steps if step < 6]
@@ -84,7 +83,7 @@ def test_recording_changes_no_bit(tmp_path: Path) -> None:
             bucket = Bucket(gradient(0, comm.rank, step), LAYOUTS[0])
             allreducer.reduce(bucket)
             allreducer.end_step()
-            means.append(bucket.gradient)
+            means.append(bucket.flat)
         return means
 
     plain, watched = (simulate(3, lambda comm, r=recorded: run(comm, r)) for recorded in (False, True))

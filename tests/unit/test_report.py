@@ -115,7 +115,7 @@ KINDS: dict[str, tuple[Recipe, Callable[[Path], None] | None, list[str], set[str
         PROFILED | {"bytes-per-step", "bytes-by-worker"},
     ),
     "dense": (
-        Recipe(dense_steps=60, compressor="dense", config={"compressor": "dense"}),
+        Recipe(dense_steps=60, reducer="dense", config={"reducer": "dense"}),
         None,
         ["No step was sparse: nothing was chosen"],
         SPARSE,
@@ -201,7 +201,7 @@ def test_whatever_names_hold_they_are_only_text(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_png")
 def test_several_runs_are_compared_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", Recipe(seed=1, profile=False))
-    write_run(tmp_path / "b", Recipe(seed=2, profile=False, dense_steps=60, compressor="dense"))
+    write_run(tmp_path / "b", Recipe(seed=2, profile=False, dense_steps=60, reducer="dense"))
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a")]) == 0
     path = tmp_path / "report-a-b" / "report.html"
     said = capsys.readouterr().out

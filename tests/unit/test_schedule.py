@@ -8,11 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from oktopk import AllReducer
-from oktopk.adapters.grouping import make_packs
-from oktopk.bucket import Bucket
+from oktopk.bucket import Bucket, Layout
 from oktopk.comm import simulate
 from oktopk.workbench.train.config import ConfigError, TrainConfig, load_config, make_config, preset_names
 from oktopk.workbench.train.schedule import density_ramp, learning_rate
@@ -62,22 +60,7 @@ def test_a_ramp_falls_from_a_quarter_to_the_density(density: float, first: int, 
     assert all(density <= value <= 1.0 for value in values)
 
 
-# --- vectors that stay dense
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 20))
-
-
-def test_vectors_lie_in_packs_of_their_own_and_none_is_lost() -> None:
-    named = list(model().named_parameters())
-    packs = make_packs(named, 25.0, dense_vectors=True)
-    assert [pack.dense for pack in packs] == [False, True]
-    assert all(p.dim() == 2 for p in packs[0].parameters)
-    assert all(p.dim() == 1 for p in packs[1].parameters)
-    assert sorted(slot.name for pack in packs for slot in pack.slots) == sorted(name for name, _ in named)
-    assert [pack.dense for pack in make_packs(named, 25.0)] == [False]
+# --- buckets that stay dense
 
 
 def test_a_dense_bucket_is_averaged_whole_in_the_sparse_phase() -> None:
@@ -86,10 +69,10 @@ def test_a_dense_bucket_is_averaged_whole_in_the_sparse_phase() -> None:
     def rank(comm: object) -> tuple[str, torch.Tensor, int]:
         allreducer = AllReducer("oktopk", comm=comm, density=0.01, warmup_steps=0)  # pyright: ignore
         mine = torch.randn(n, generator=torch.Generator().manual_seed(comm.rank))  # pyright: ignore
-        bucket = Bucket(mine.clone(), Bucket.layout([("bias", n)]), dense=True)
+        bucket = Bucket(mine.clone(), Layout.of([("bias", n)]), dense=True)
         stats = allreducer.reduce(bucket)
         allreducer.end_step()
-        return stats.phase, bucket.gradient, stats.communication_size
+        return stats.phase, bucket.flat, stats.communication_size
 
     found = simulate(3, rank)
     expected = sum(torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(3)) / 3

@@ -1,18 +1,17 @@
-"""SparseVector, Bucket and StepStats against naive numpy oracles."""
+"""SparseVector, names of layouts, reductions and StepStats against naive numpy oracles."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.bucket import Bucket, Slot
+from oktopk.bucket import Bucket, Layout
 from oktopk.metrics.step_stats import StepStats
-from oktopk.reduce.base import Reduction
+from oktopk.reduce.base import DenseReduction, SparseReduction
 from oktopk.sparse_vector import SparseVector
 
 LAW = settings(derandomize=True, deadline=None, max_examples=60)
@@ -114,15 +113,6 @@ def test_sum_of_empty_vectors_is_empty() -> None:
 
 
 @LAW
-@given(st.integers(1, 24).flatmap(lambda n: st.tuples(sparse_vectors(n), sparse_vectors(n))))
-def test_add_is_the_sum_of_two(pair: tuple[SparseVector, SparseVector]) -> None:
-    left, right = pair
-    total = left.add(right)
-    assert set(total.indices.tolist()) == set(left.indices.tolist()) | set(right.indices.tolist())
-    np.testing.assert_array_equal(oracle_dense(total), oracle_dense(left) + oracle_dense(right))
-
-
-@LAW
 @given(sparse_vectors())
 def test_negate_flips_every_sign_and_nothing_else(v: SparseVector) -> None:
     negated = v.negate()
@@ -150,6 +140,12 @@ def test_restrict_to_is_the_intersection_of_indices(data: st.DataObject, v: Spar
     held = list(zip(v.indices.tolist(), bits(v.values), strict=True))
     assert kept.length == v.length
     assert list(zip(kept.indices.tolist(), bits(kept.values), strict=True)) == [e for e in held if e[0] in allowed]
+
+
+def test_picked_takes_what_was_found_among_the_values() -> None:
+    v = vector([1, 4, 6, 8], [1.0, -2.0, 3.0, 4.0], 9)
+    found = vector([1, 3], [-2.0, 4.0], 4)
+    assert same(v.picked(found), vector([4, 8], [-2.0, 4.0], 9))
 
 
 def test_restrict_to_looks_at_indices_beyond_the_float_range_exactly() -> None:
@@ -235,57 +231,30 @@ def test_len_counts_the_elements_held() -> None:
     assert len(vector([1, 2, 7], [0.0, 0.0, 0.0], 8)) == 3
 
 
-# --- Bucket
+# --- what a layout is called
 
 
-@LAW
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-def test_layout_is_gapless_and_slot_at_finds_the_owner(sizes: list[int]) -> None:
-    slots = Bucket.layout([(f"p{i}", size) for i, size in enumerate(sizes)])
-    bucket = Bucket(torch.zeros(sum(sizes)), slots)
-    owners = np.repeat([f"p{i}" for i in range(len(sizes))], sizes).tolist()
-    assert [slot.numel for slot in slots] == sizes
-    assert [slot.offset for slot in slots] == [sum(sizes[:i]) for i in range(len(sizes))]
-    assert bucket.numel == sum(sizes)
-    assert [bucket.slot_at(index).name for index in range(sum(sizes))] == owners
-
-
-def test_name_is_first_and_last_parameter() -> None:
+def test_a_layouts_name_is_its_first_and_last_parameter() -> None:
     def named(*names: str) -> str:
-        return Bucket(torch.zeros(len(names)), Bucket.layout([(name, 1) for name in names])).name
+        return Bucket(torch.zeros(len(names)), Layout.of([(name, 1) for name in names])).name
 
     assert named("fc.weight", "fc.bias", "out.weight") == "fc.weight..out.weight"
     assert named("fc.weight") == "fc.weight"
 
 
-def test_key_is_the_layout_and_nothing_else() -> None:
-    layout = [("a", 2), ("b", 3)]
-    key = Bucket(torch.zeros(5), Bucket.layout(layout)).key
-    assert key == "a:2|b:3"  # saved states hold it
-    other_content = Bucket(torch.ones(5, dtype=torch.bfloat16), Bucket.layout(layout), frozenset({"b"}))
-    assert other_content.key == key
+def test_a_layouts_key_is_what_saved_states_hold() -> None:
+    assert Layout.of([("a", 2), ("b", 3)]).key == "a:2|b:3"
 
 
-@pytest.mark.parametrize("layout", [[("b", 3), ("a", 2)], [("a", 3), ("b", 2)], [("a", 2)], [("a", 2), ("c", 3)]])
-def test_key_differs_for_another_order_size_or_name(layout: list[tuple[str, int]]) -> None:
-    one = Bucket(torch.zeros(5), Bucket.layout([("a", 2), ("b", 3)]))
-    other = Bucket(torch.zeros(sum(size for _, size in layout)), Bucket.layout(layout))
-    assert one.key != other.key
+# --- reductions and StepStats
 
 
-def test_slots_are_values_that_serve_as_dictionary_keys() -> None:
-    layout = [("a", 2), ("b", 3)]
-    assert {Bucket.layout(layout): 1}[(Slot("a", 0, 2), Slot("b", 2, 3))] == 1
-
-
-# --- Reduction and StepStats
-
-
-def test_phase_follows_the_kind_of_mean() -> None:
+def test_of_a_dense_reduction_all_was_chosen_and_applied() -> None:
+    dense = DenseReduction(torch.zeros(3))
+    assert (dense.phase, dense.local_count, dense.global_count) == ("dense", 3, 3)
+    assert (dense.local_threshold, dense.global_threshold) == (None, None)
     nothing = SparseVector.empty(3, CPU)
-    assert Reduction(nothing, nothing, local_count=0, global_count=0).phase == "sparse"
-    dense = torch.zeros(3)
-    assert Reduction(dense, dense, local_count=3, global_count=3).phase == "dense"
+    assert SparseReduction(nothing, nothing, local_count=0, global_count=0).phase == "sparse"
 
 
 def stats(phase: str, n: int, global_count: int) -> StepStats:

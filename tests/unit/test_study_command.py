@@ -303,7 +303,7 @@ def test_an_unknown_metric_names_those_there_are(tmp_path: Path, refused: Refuse
     ("changes", "words"),
     [
         ({"settings": {**CONTENT["settings"], "batch_size": 8}}, "batch_size=16 there, 8 here"),
-        ({"preset": "lenet", "variants": {"dense": {}}}, "compressor='dense' there, 'oktopk' here"),
+        ({"preset": "lenet", "variants": {"dense": {}}}, "reducer='dense' there, 'oktopk' here"),
     ],
 )
 def test_other_settings_in_the_same_folder(

@@ -135,7 +135,7 @@ def test_packaged_studies_make_valid_runs(tmp_path: Path, name: str) -> None:
     assert len(study.seeds) > 1  # else there is no deviation to compare with
     assert len({run.folder for run in runs}) == len(runs)
     assert {run.folder.parent for run in runs} == {tmp_path}
-    assert study.variants[study.baseline]["compressor"] == "dense"
+    assert study.variants[study.baseline]["reducer"] == "dense"
     assert len({json.dumps(changes, sort_keys=True) for changes in study.variants.values()}) == len(study.variants)
     assert len({run.config.workers for run in runs}) == 1
     assert runs[0].config.workers > 1
@@ -160,7 +160,7 @@ def test_runs_go_seed_by_seed_with_what_the_study_chooses(tmp_path: Path) -> Non
         assert (config.quiet, config.report, config.resume, config.checkpoint_every) == (True, False, False, -1)
         assert (config.task, config.workers, config.batch_size) == ("lenet", 2, 16)
     of_variant = {run.variant: run.config for run in runs}
-    assert [config.compressor for config in of_variant.values()] == ["dense", "oktopk", "oktopk"]
+    assert [config.reducer for config in of_variant.values()] == ["dense", "oktopk", "oktopk"]
     assert [config.density for config in of_variant.values()] == [0.05, 0.05, 0.02]  # a variant's own come last
     assert [config.warmup_steps for config in of_variant.values()] == [0, 0, 20]
 
@@ -172,7 +172,7 @@ def test_runs_go_seed_by_seed_with_what_the_study_chooses(tmp_path: Path) -> Non
         ({"settings": {"epoch": 3}}, ["unknown setting epoch=3", "--help"]),
         ({"settings": {"epochs": "three"}}, ["epochs='three'", "int"]),
         ({"variants": {"dense": {}, "all": {"density": 1.5}}}, ["density", "1.5"]),
-        ({"variants": {"dense": {}, "sketch": {"compressor": "sketch"}}}, ["compressor", "sketch"]),
+        ({"variants": {"dense": {}, "sketch": {"reducer": "sketch"}}}, ["reducer", "sketch"]),
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
@@ -220,12 +220,12 @@ def test_set_takes_toml_values_and_text() -> None:
         "lr=1e-3",
         "augment=true",
         'wire_dtype="bf16"',
-        "compressor=gtopk",
+        "reducer=gtopk",
         "lr_milestones=5,7",
         "name_=a=b",
     ]
     assert parse_settings(words) == {
-        "epochs": 3, "lr": 1e-3, "augment": True, "wire_dtype": "bf16", "compressor": "gtopk", "lr_milestones": "5,7",
+        "epochs": 3, "lr": 1e-3, "augment": True, "wire_dtype": "bf16", "reducer": "gtopk", "lr_milestones": "5,7",
         "name_": "a=b",
     }  # fmt: skip
     assert parse_settings([]) == {}

@@ -22,7 +22,7 @@ from oktopk.workbench.train.config import TrainConfig, make_config
 from oktopk.workbench.worlds.world import Seat, WorkerFailed
 from tests.studies import CONDITIONS, CONTENT, fabricate, make_study
 
-VARIANTS: dict[str, dict[str, Any]] = {"dense": {"compressor": "dense"}, "oktopk": {}, "gtopk": {"compressor": "gtopk"}}
+VARIANTS: dict[str, dict[str, Any]] = {"dense": {"reducer": "dense"}, "oktopk": {}, "gtopk": {"reducer": "gtopk"}}
 
 
 class Worlds:
@@ -228,7 +228,7 @@ def test_a_world_warms_up_once_and_leaves_nothing_of_it(worlds: Worlds, runs: li
     """What a first run loads and compiles, of both phases, must not count as its time."""
     do(runs)
     (short,) = worlds.warmed
-    assert (short.compressor, short.warmup_steps, short.max_steps) == ("oktopk", 1, 3)
+    assert (short.reducer, short.warmup_steps, short.max_steps) == ("oktopk", 1, 3)
     assert not short.run_folder.exists()
 
 

@@ -25,7 +25,7 @@ STUDY = Study(
     target=0.5,
     seeds=(1, 2, 3),
     settings={},
-    variants={"dense": {"compressor": "dense"}, "oktopk": {"density": 0.01}, "topkA": {}},
+    variants={"dense": {"reducer": "dense"}, "oktopk": {"density": 0.01}, "topkA": {}},
 )
 LOWER = replace(STUDY, higher_is_better=False)
 

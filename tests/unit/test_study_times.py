@@ -41,9 +41,9 @@ def step(
     return Step(number, 0, phase, 0.0, 1.0, 0.5, skipped, 8, bytes_sent, seconds or {}, carrying)
 
 
-def run(steps: Sequence[Step], compressor: str = "oktopk", norm_clip: float = 1.0) -> Run:
+def run(steps: Sequence[Step], reducer: str = "oktopk", norm_clip: float = 1.0) -> Run:
     """Clipped, unless said otherwise: then nothing is hidden behind backward."""
-    config = Values({"compressor": compressor, "norm_clip": norm_clip})
+    config = Values({"reducer": reducer, "norm_clip": norm_clip})
     return Run(Path("made"), "made", config, Values({}), steps, [], {}, [], [])
 
 
@@ -74,9 +74,9 @@ def test_bytes_take_what_the_link_takes_where_nothing_is_hidden(
         assert with_bytes[at] - without[at] == pytest.approx(sum(sent[:at]) * 8 / rate, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("compressor", ["dense", "oktopk", "topkA", "gtopk"])
-def test_a_slower_link_and_longer_rounds_take_longer(compressor: str) -> None:
-    mine = run(same_steps([5000], bucket("dense" if compressor == "dense" else "sparse")), compressor)
+@pytest.mark.parametrize("reducer", ["dense", "oktopk", "topkA", "gtopk"])
+def test_a_slower_link_and_longer_rounds_take_longer(reducer: str) -> None:
+    mine = run(same_steps([5000], bucket("dense" if reducer == "dense" else "sparse")), reducer)
     last = CLOCK.seconds_after(mine)[-1]
     assert replace(CLOCK, link=Link.of_figures(RATE / 10, 1e-4, 1e-5)).seconds_after(mine)[-1] > last
     assert replace(CLOCK, link=Link.of_figures(RATE, 1e-3, 1e-5)).seconds_after(mine)[-1] > last
@@ -109,12 +109,11 @@ def test_a_bucket_that_stays_dense_beside_sparse_ones_is_counted_as_dense() -> N
     assert taken(30_000, 10_000) - taken(0, 0) == pytest.approx(30_000 * 1e-8 + 10_000 * 3e-8)
 
 
-@pytest.mark.parametrize(("compressor", "num_bytes"), [("oktopk", 9000), ("topkDSA", 9000), ("gtopk", 13_000)])
-def test_a_link_carries_both_ways_at_once_and_a_tree_one_way_after_the_other(compressor: str, num_bytes: int) -> None:
+@pytest.mark.parametrize(("reducer", "num_bytes"), [("oktopk", 9000), ("topkDSA", 9000), ("gtopk", 13_000)])
+def test_a_link_carries_both_ways_at_once_and_a_tree_one_way_after_the_other(reducer: str, num_bytes: int) -> None:
     both = replace(bucket("sparse"), bytes_sent=4000, bytes_received=9000)
     with_bytes, without = (
-        CLOCK.seconds_after(run([replace(step(0, 0), buckets=[each])], compressor))[1]
-        for each in (both, bucket("sparse"))
+        CLOCK.seconds_after(run([replace(step(0, 0), buckets=[each])], reducer))[1] for each in (both, bucket("sparse"))
     )
     assert with_bytes - without == pytest.approx(num_bytes * 8 / RATE)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from oktopk.allreducer import AllReducer
-from oktopk.bucket import Bucket
+from oktopk.bucket import Bucket, Layout
 from oktopk.comm.simulator import SimulatedCommunicator, World
-from oktopk.metrics import TrainerLists, format_mean, mean_or_none
-from oktopk.metrics.step_stats import Phase, StepStats
+from oktopk.metrics.step_stats import StepStats
+from oktopk.metrics.trainer_lists import TrainerLists, mean_or_none
+from oktopk.reduce.base import Phase
 
 
 @dataclass
@@ -69,17 +70,6 @@ def test_two_trainers_share_nothing() -> None:
     assert (len(one.rows()), len(other.rows())) == (1, 0)
 
 
-def test_without_a_trainer_one_warning_is_given(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="oktopk")
-    lists = TrainerLists(None)
-    assert caplog.records == []
-    for step in range(3):
-        lists(told("sparse", 20, step=step))
-    assert [(record.levelname, record.name) for record in caplog.records] == [("WARNING", "oktopk")]
-    assert "no trainer is set" in caplog.text
-    assert "set_trainer" in caplog.text
-
-
 def test_with_a_trainer_one_debug_line_tells_the_first_metric(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="oktopk")
     lists = TrainerLists(Trainer())
@@ -91,12 +81,17 @@ def test_with_a_trainer_one_debug_line_tells_the_first_metric(caplog: pytest.Log
         assert part in message
 
 
-@pytest.mark.parametrize("trainer", [None, Trainer()], ids=["no trainer", "trainer"])
-def test_a_skipped_step_says_nothing_and_the_first_real_one_still_does(
-    caplog: pytest.LogCaptureFixture, trainer: Trainer | None
-) -> None:
+def test_only_the_first_rank_tells_of_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="oktopk")
-    lists = TrainerLists(trainer)
+    trainer = Trainer()
+    TrainerLists(trainer, rank=1)(told("sparse", 20))
+    assert len(trainer.rows()) == 1
+    assert caplog.records == []
+
+
+def test_a_skipped_step_says_nothing_and_the_first_real_one_still_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="oktopk")
+    lists = TrainerLists(Trainer())
     lists(told("sparse", 0, skipped=True))
     assert caplog.records == []
     lists(told("sparse", 20))
@@ -109,13 +104,13 @@ def test_an_allreducer_fills_the_lists_through_both_phases_and_leaves_skipped_st
     reducer = AllReducer(
         "topkA", comm=comm, trainer=trainer, density=0.1, warmup_steps=2, min_sparse_numel=0, nonfinite="skip"
     )
-    slots = Bucket.layout([("a", 60), ("b", 40)])
+    layout = Layout.of([("a", 60), ("b", 40)])
     generator = torch.Generator().manual_seed(1)
     for step in range(5):
         gradient = torch.randn(100, generator=generator)
         if step == 3:
             gradient[7] = float("nan")
-        reducer.reduce(Bucket(gradient, slots))
+        reducer.reduce(Bucket(gradient, layout))
         reducer.end_step()
     assert reducer.num_skipped_steps == 1
     assert trainer.rows() == [(0.0, 1.0, 400.0)] * 2 + [(0.9, 10.0, 80.0)] * 2
@@ -124,25 +119,20 @@ def test_an_allreducer_fills_the_lists_through_both_phases_and_leaves_skipped_st
 def test_a_trainer_set_later_is_filled_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="oktopk")
     reducer = AllReducer("dense", comm=SimulatedCommunicator(World(1), 0))
-    slots = Bucket.layout([("a", 10)])
+    layout = Layout.of([("a", 10)])
     trainer = Trainer()
-    reducer.reduce(Bucket(torch.ones(10), slots))
+    reducer.reduce(Bucket(torch.ones(10), layout))
     reducer.set_trainer(trainer)
     for _ in range(2):
-        reducer.reduce(Bucket(torch.ones(10), slots))
+        reducer.reduce(Bucket(torch.ones(10), layout))
     assert trainer.rows() == [(0.0, 1.0, 40.0)] * 2
-    assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
 def test_a_mean_over_nothing_is_not_available() -> None:
     assert mean_or_none([]) is None
-    assert format_mean([]) == "n/a"
-    assert format_mean([], ".1f") == "n/a"
 
 
-def test_a_mean_is_the_arithmetic_one_and_is_formatted_as_asked() -> None:
+def test_a_mean_is_the_arithmetic_one() -> None:
     assert mean_or_none([1.0, 2.0, 6.0]) == 3.0
     assert mean_or_none([0.0]) == 0.0
-    assert format_mean([1.0, 2.0]) == "1.5000"
-    assert format_mean([1.0, 2.0], ".1f") == "1.5"
-    assert format_mean([0.0]) == "0.0000"

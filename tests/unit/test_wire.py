@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oktopk.kernels.base import Kernels
-from oktopk.kernels.by_device import numba_kernels
-from oktopk.kernels.torch_ops import TorchKernels
+from oktopk.registry import make_kernels
 from oktopk.sparse_vector import SparseVector
 from oktopk.wire import HEADER_BYTES, VERSION, ValueEncoding, WireError, decode, encode, rounded, split_index_and_value
 
@@ -489,26 +488,30 @@ def test_fp32_needs_no_rounding(v: SparseVector) -> None:
     assert rounded(v, FP32) is v
 
 
-# --- whoever packs, anyone unpacks
+# --- whoever encodes, anyone decodes
 
-MAKERS: list[Callable[[], Kernels]] = [TorchKernels, numba_kernels]
+KERNELS = ["torch", "numba"]
+
+
+def on_cpu(name: str) -> Kernels:
+    return make_kernels(name).on(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("value", [FP32, BF16], ids=lambda value: value.name)
 @LAW
 @given(v=sparse_vectors(BF16_BITS))
 def test_all_kernels_write_the_same_bytes_and_read_each_others(v: SparseVector, value: ValueEncoding) -> None:
-    kernels = [make() for make in MAKERS]
+    kernels = [on_cpu(name) for name in KERNELS]
     buffers = [encode(v, value, each) for each in kernels]
     assert all(to_bytes(buffer) == to_bytes(buffers[0]) for buffer in buffers)
     for buffer, reader in zip(buffers, reversed(kernels), strict=True):
         assert_same(decode(buffer, v.length, reader), v)
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["torch", "numba"])
-def test_all_kernels_refuse_the_same_damage(make: Callable[[], Kernels]) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_kernels_refuse_the_same_damage(name: str) -> None:
     v, value, buffer = BY_HAND["bf16 gaps"]
-    kernels = make()
+    kernels = on_cpu(name)
     assert_same(decode(buffer, v.length, kernels), v)
     for position in range(buffer.numel()):
         damaged = buffer.clone()
@@ -620,9 +623,9 @@ def test_whatever_a_right_checksum_covers_is_refused_or_a_proper_vector(data: st
 
 
 def refused_or_proper(buffer: torch.Tensor, length: int, count: int) -> None:
-    for make in MAKERS:
+    for name in KERNELS:
         try:
-            decoded = decode(buffer, length, make())
+            decoded = decode(buffer, length, on_cpu(name))
         except WireError:
             continue
         found = decoded.indices.tolist()

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk import AllReducer, Bucket, Plan, Settings
+from oktopk import AllReducer, Bucket, Layout, Outline, Settings
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
 from oktopk.registry import REDUCERS
-from oktopk.schedule import Phases
+from oktopk.schedule import Schedule
 from tests import gradients
 
 N = 120
-SLOTS = Bucket.layout([("a", 50), ("b", 70)])
+LAYOUT = Layout.of([("a", 50), ("b", 70)])
 QUICK: dict[str, Any] = {"warmup_steps": 2, "density": 0.05, "min_sparse_numel": 0, "tau": 4, "tau_prime": 2}
 NOT_DECIDED = -1
 
@@ -30,18 +30,22 @@ def gradient(rank: int, step: int) -> Tensor:
     return gradients.make("ties", N, rank, step, seed=3)
 
 
+def bucket(numel: int, dense: bool = False) -> Bucket:
+    return Bucket(torch.zeros(numel), Layout.of([("a", numel)]), dense=dense)
+
+
 def take_steps(allreducer: AllReducer, rank: int, decisions: Mapping[int, int | None], steps: range) -> list[str]:
     """Phases of these steps; before some of them something is decided."""
     phases = []
     for step in steps:
         if step in decisions:
             allreducer.compress_from(decisions[step])
-        phases.append(allreducer.reduce(Bucket(gradient(rank, step), SLOTS)).phase[0])
+        phases.append(allreducer.reduce(Bucket(gradient(rank, step), LAYOUT)).phase[0])
         allreducer.end_step()
     return phases
 
 
-# --- Phases
+# --- the schedule
 
 
 @pytest.mark.parametrize(
@@ -62,11 +66,13 @@ def test_what_was_decided_comes_before_the_setting(decided: int | None, expected
 
 
 def test_small_buckets_are_dense_whatever_was_decided() -> None:
-    phases = Phases(Settings(warmup_steps=4, min_sparse_numel=100), "oktopk")
-    phases.decided_first_sparse_step = 0
-    assert [phases.at(0, numel) for numel in (1, 99, 100, 101)] == ["dense", "dense", "sparse", "sparse"]
-    phases.decided_first_sparse_step = None
-    assert [phases.at(step, 100) for step in (0, 3, 4, 5)] == ["dense", "dense", "sparse", "sparse"]
+    schedule = Schedule(Settings(warmup_steps=4, min_sparse_numel=100), "oktopk")
+    schedule.decided_first_sparse_step = 0
+    sizes = (1, 99, 100, 101)
+    assert [schedule.phase(0, bucket(numel)) for numel in sizes] == ["dense", "dense", "sparse", "sparse"]
+    assert [schedule.phase(0, bucket(numel, dense=True)) for numel in sizes] == ["dense"] * 4
+    schedule.decided_first_sparse_step = None
+    assert [schedule.phase(step, bucket(100)) for step in (0, 3, 4, 5)] == ["dense", "dense", "sparse", "sparse"]
 
 
 @given(
@@ -75,53 +81,53 @@ def test_small_buckets_are_dense_whatever_was_decided() -> None:
     num_steps=st.integers(1, 25),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_plan_is_what_happens(warmup: int, decided: int | None, num_steps: int) -> None:
+def test_the_outline_is_what_happens(warmup: int, decided: int | None, num_steps: int) -> None:
     allreducer = AllReducer("oktopk", warmup_steps=warmup, min_sparse_numel=0)
     if decided != NOT_DECIDED:
         allreducer.compress_from(decided)
-    plan = allreducer.plan(num_steps)
+    outline = allreducer.outline(num_steps)
     phases = take_steps(allreducer, 0, {}, range(num_steps))
-    assert [*plan.dense_steps, *plan.sparse_steps] == list(range(num_steps))
-    assert phases == ["d"] * len(plan.dense_steps) + ["s"] * len(plan.sparse_steps)
+    assert [*outline.dense_steps, *outline.sparse_steps] == list(range(num_steps))
+    assert phases == ["d"] * len(outline.dense_steps) + ["s"] * len(outline.sparse_steps)
 
 
-# --- plan() in words
+# --- outline() in words
 
 
-def test_a_plan_says_how_many_steps_of_each_kind() -> None:
-    assert str(Plan(range(3), range(3, 10), None)) == "3 dense steps, then 7 sparse steps"
-    assert str(AllReducer("oktopk", warmup_steps=5).plan(12)) == "5 dense steps, then 7 sparse steps"
-    assert str(Plan(range(3), range(3, 3), "why")) == "3 dense steps, then 0 sparse steps\nwarning: why"
+def test_an_outline_says_how_many_steps_of_each_kind() -> None:
+    assert str(Outline(range(3), range(3, 10), None)) == "3 dense steps, then 7 sparse steps"
+    assert str(AllReducer("oktopk", warmup_steps=5).outline(12)) == "5 dense steps, then 7 sparse steps"
+    assert str(Outline(range(3), range(3, 3), "why")) == "3 dense steps, then 0 sparse steps\nwarning: why"
 
 
-def test_a_plan_without_sparse_steps_says_why_and_what_to_do() -> None:
-    too_short = AllReducer("oktopk", warmup_steps=128).plan(28)
+def test_an_outline_without_sparse_steps_says_why_and_what_to_do() -> None:
+    too_short = AllReducer("oktopk", warmup_steps=128).outline(28)
     assert too_short.warning == (
         "no step will be sparse: warmup_steps=128 takes up all 28 steps; set warmup_steps below 28 or train longer"
     )
     just = AllReducer("oktopk", warmup_steps=28)
-    assert just.plan(28).warning
-    assert just.plan(29).warning is None
-    never = AllReducer("dense", warmup_steps=0).plan(5)
+    assert just.outline(28).warning
+    assert just.outline(29).warning is None
+    never = AllReducer("dense", warmup_steps=0).outline(5)
     assert never.warning == (
-        "no step will be sparse: compressor 'dense' never compresses; choose another, such as 'oktopk'"
+        "no step will be sparse: reducer 'dense' never compresses; choose another, such as 'oktopk'"
     )
 
 
 def test_who_decided_to_stay_dense_is_not_warned_of_it(caplog: pytest.LogCaptureFixture) -> None:
     allreducer = AllReducer("oktopk", warmup_steps=4)
     allreducer.compress_from(None)
-    plan = allreducer.plan(10)
-    assert (plan.dense_steps, plan.sparse_steps, plan.warning) == (range(10), range(10, 10), None)
+    outline = allreducer.outline(10)
+    assert (outline.dense_steps, outline.sparse_steps, outline.warning) == (range(10), range(10, 10), None)
     assert not caplog.records
     allreducer.compress_from(7)
-    assert str(allreducer.plan(10)) == "7 dense steps, then 3 sparse steps"
+    assert str(allreducer.outline(10)) == "7 dense steps, then 3 sparse steps"
 
 
 @pytest.mark.parametrize("num_steps", [0, -1])
-def test_a_plan_of_no_steps_is_refused(num_steps: int) -> None:
+def test_an_outline_of_no_steps_is_refused(num_steps: int) -> None:
     with pytest.raises(ValueError, match=rf"num_steps={num_steps}: must be at least 1"):
-        AllReducer("oktopk").plan(num_steps)
+        AllReducer("oktopk").outline(num_steps)
 
 
 # --- to and fro: nothing is lost, nothing is applied twice
@@ -130,7 +136,7 @@ def test_a_plan_of_no_steps_is_refused(num_steps: int) -> None:
 def owed(allreducer: AllReducer) -> Tensor:
     """What this rank has not applied yet."""
     stored = allreducer.state_dict()["feedback"]["residual"]
-    return torch.cat([stored.get(slot.name, torch.zeros(slot.numel)) for slot in SLOTS])
+    return torch.cat([stored.get(slot.name, torch.zeros(slot.numel)) for slot in LAYOUT.slots])
 
 
 def to_and_fro(
@@ -142,10 +148,10 @@ def to_and_fro(
     for step in range(num_steps):
         if step in decisions:
             allreducer.compress_from(decisions[step])
-        bucket = Bucket(gradient(comm.rank, step), SLOTS)
+        bucket = Bucket(gradient(comm.rank, step), LAYOUT)
         phases.append(allreducer.reduce(bucket).phase[0])
         allreducer.end_step()
-        applied += bucket.gradient.double()
+        applied += bucket.flat.double()
         owing.append(bool(owed(allreducer).any()))
     return phases, applied, owed(allreducer), owing
 

@@ -21,7 +21,7 @@ CONTENT: dict[str, Any] = {
         "warmup_steps": 0,
     },
     "variants": {
-        "dense": {"compressor": "dense"},
+        "dense": {"reducer": "dense"},
         "oktopk 0.05": {},
         "oktopk 0.02, 20 dense steps": {"density": 0.02, "warmup_steps": 20},
     },
@@ -58,11 +58,11 @@ def fabricate(run: Run, final: float = 0.6, num_steps: int = 60, **conditions: A
         run.folder,
         Recipe(
             steps=num_steps,
-            dense_steps=num_steps if config.compressor == "dense" else config.warmup_steps,
+            dense_steps=num_steps if config.reducer == "dense" else config.warmup_steps,
             steps_per_epoch=STEPS_PER_EPOCH,
             workers=config.workers,
             density=config.density,
-            compressor=config.compressor,
+            reducer=config.reducer,
             metrics={"accuracy": lambda part: final * part},
             profile=False,
             config=config.as_dict(),

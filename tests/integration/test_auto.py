@@ -1,4 +1,4 @@
-"""`--compressor auto`, and what every run leaves: run.json, ranks.csv, profiles, recorded gradients, the report."""
+"""`--reducer auto`, and what every run leaves: run.json, ranks.csv, profiles, recorded gradients, the report."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from oktopk import AllReducer, Bucket
+from oktopk import AllReducer, Bucket, Layout
 from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
-from oktopk.comm.pairwise import LENGTH_BYTES
+from oktopk.comm.sizes import LENGTH_BYTES
+from oktopk.metrics.meter import STAGES
 from oktopk.workbench.cli import main
 from oktopk.workbench.plan.advise import Question
 from oktopk.workbench.plan.model import Cost, Link, Machine
@@ -98,7 +99,7 @@ def measured(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def decided(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any]]:
     """A run with `auto`, and its run.json, which a resumed run writes over."""
-    run = train(corpus, tmp_path_factory.mktemp("auto"), "auto", "--compressor", "auto", "--max-steps", "10")
+    run = train(corpus, tmp_path_factory.mktemp("auto"), "auto", "--reducer", "auto", "--max-steps", "10")
     return run, run.json("run.json")
 
 
@@ -107,7 +108,7 @@ def resumed(decided: tuple[Run, dict[str, Any]], corpus: Path) -> tuple[Run, lis
     """The same run again, for six more steps, and the steps it had before."""
     run, _ = decided
     before = run.steps()
-    further = ["--compressor", "auto", "--max-steps", "16", "--resume", "--report", "False"]
+    further = ["--reducer", "auto", "--max-steps", "16", "--resume", "--report", "False"]
     return train(corpus, run.folder.parent.parent, "auto", *further), before
 
 
@@ -120,7 +121,7 @@ def test_the_plan_says_what_auto_decided(decided: tuple[Run, dict[str, Any]]) ->
     assert line.startswith(("use ", "stay dense: "))
     assert f"  auto: {line}\n" in run.said
     assert ", 2 workers, auto\n" in run.said
-    assert about["compressor"] == (about["auto"]["reducer"] if about["dense_steps"] < about["num_steps"] else "dense")
+    assert about["reducer"] == (about["auto"]["reducer"] if about["dense_steps"] < about["num_steps"] else "dense")
     assert about["density"] == about["auto"]["density"]
     assert about["auto"]["reducer"] in ("oktopk", "topkA", "topkDSA", "gtopk")
     assert 0.0 < about["density"] <= 0.02
@@ -144,7 +145,7 @@ def test_a_resumed_run_goes_on_with_what_was_decided(
     _, about = decided
     run, before = resumed
     later = run.json("run.json")
-    for key in ("compressor", "density", "auto", "num_parameters", "workers"):
+    for key in ("reducer", "density", "auto", "num_parameters", "workers"):
         assert later[key] == about[key], key
     assert later["status"] == "finished"
     assert later["num_steps"] == 16
@@ -161,7 +162,7 @@ def test_a_resumed_run_goes_on_with_what_was_decided(
 
 
 def test_one_worker_that_asks_auto_stays_dense(corpus: Path, tmp_path: Path) -> None:
-    further = ["--compressor", "auto", "--warmup-steps", "2", "--max-steps", "5"]
+    further = ["--reducer", "auto", "--warmup-steps", "2", "--max-steps", "5"]
     assert train_alone(corpus, tmp_path, "alone", *further) == 0
     about = json.loads((tmp_path / "alone" / "run.json").read_text())
     assert about["status"] == "finished"
@@ -175,10 +176,10 @@ def test_a_run_that_decided_nothing_cannot_be_resumed_with_auto(
 ) -> None:
     assert train_alone(corpus, tmp_path, "plain", "--max-steps", "2") == 0
     capsys.readouterr()
-    assert train_alone(corpus, tmp_path, "plain", "--max-steps", "4", "--resume", "--compressor", "auto") == 2
+    assert train_alone(corpus, tmp_path, "plain", "--max-steps", "4", "--resume", "--reducer", "auto") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "compressor='auto': " in line
-    assert "resume it with the compressor it was trained with" in line
+    assert "reducer='auto': " in line
+    assert "resume it with the reducer it was trained with" in line
     assert json.loads((tmp_path / "plain" / "run.json").read_text())["status"] == "finished"
 
 
@@ -199,7 +200,7 @@ def test_run_json_says_what_was_planned_and_that_it_finished(measured: Run) -> N
         "num_steps": 18,
         "steps_per_epoch": STEPS_PER_EPOCH,
         "dense_steps": WARMUP,
-        "compressor": "oktopk",
+        "reducer": "oktopk",
         "density": 0.02,
         "auto": None,
     }
@@ -242,7 +243,7 @@ def test_ranks_csv_has_a_row_for_every_epoch_and_worker(measured: Run) -> None:
         for stage in ("io", "forward", "backward", "wait"):
             logged = sum(step["seconds"][stage] for step in mine)
             assert float(first[f"{stage}_s"]) == pytest.approx(logged, rel=1e-6)
-        for stage in ("compensate", "select", "encode", "exchange", "combine", "apply"):
+        for stage in STAGES:
             logged = sum(bucket["seconds"].get(stage, 0.0) for step in mine for bucket in step["buckets"])
             assert float(first[f"{stage}_s"]) == pytest.approx(logged, rel=1e-6, abs=1e-9)
 
@@ -375,7 +376,7 @@ MACHINE = Machine(
 LINK = Link(latency_s=3e-4, per_message_s=6e-5, seconds_per_byte=8.8e-9, dense_byte_s=8.1e-9)
 QUESTION = Question(bucket_sizes=(1_000_000,), num_ranks=2, link=LINK, machine=MACHINE)
 N = 200
-SLOTS = Bucket.layout([("w", N)])
+LAYOUT = Layout.of([("w", N)])
 SLOW_S, FAST_S = 10.0, 1e-6
 Clock = Callable[[int, str], float]
 """(rank, phase) -> seconds of a step"""
@@ -403,7 +404,7 @@ def drive(
         gradient = gradients.make("heavy", N, comm.rank, step, seed=1)
         if step in skipped:
             gradient[0] = float("nan")
-        stats = allreducer.reduce(Bucket(gradient, SLOTS))
+        stats = allreducer.reduce(Bucket(gradient, LAYOUT))
         allreducer.end_step()
         phases += stats.phase[0]
         whole = 1e6 if step in skipped else clock(comm.rank, stats.phase)
@@ -503,7 +504,7 @@ def test_a_skipped_last_step_of_the_warm_up_does_not_keep_auto_from_looking_agai
 def test_auto_decides_the_same_on_all_workers_and_sends_no_more_than_it_may() -> None:
     def run(comm: Communicator, density: float, norm_clip: float) -> Auto:
         member = Member(Place("nobody", comm.rank, comm.size, comm.rank, comm.size), comm, torch.device("cpu"))
-        config = make_config({"compressor": "auto", "density": density, "norm_clip": norm_clip})
+        config = make_config({"reducer": "auto", "density": density, "norm_clip": norm_clip})
         return Auto.decide(config, member, [20_000, 5_000])
 
     for density, norm_clip, expected in ((0.05, 0.0, {0.05, 0.02, 0.01}), (0.005, 400.0, {0.005})):
@@ -531,6 +532,6 @@ def test_what_was_decided_comes_back_from_run_json(tmp_path: Path) -> None:
 def test_a_run_json_that_does_not_say_it_is_named_in_one_line(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "run.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"^compressor='auto': .*run\.json does not say") as caught:
+    with pytest.raises(ConfigError, match=r"^reducer='auto': .*run\.json does not say") as caught:
         Auto.of_run(tmp_path)
     assert len(str(caught.value).splitlines()) == 1

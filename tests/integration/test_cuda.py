@@ -59,9 +59,17 @@ def world() -> GlooWorld:
 def test_ranks_sharing_a_gpu_over_gloo(adapter: str, name: str, world: GlooWorld) -> None:
     on_gpu = world.run(train, adapter, name, 8, "cuda")
     assert torch.equal(on_gpu[0], on_gpu[1])
-    on_cpu = world.run(train, adapter, name, 8, "cpu")[0]
-    # the devices round differently, so now and then another element is the k-th largest
-    assert float((on_gpu[0] - on_cpu).norm() / on_cpu.norm()) < 1e-2
+    assert_trained_alike(on_gpu[0], world.run(train, adapter, name, 8, "cpu")[0])
+
+
+def assert_trained_alike(one: torch.Tensor, other: torch.Tensor) -> None:
+    """To a hundredth of how far training went, which is 3 % of the parameters' norm here.
+
+    Devices and transports round differently, so now and then another element is the k-th largest.
+    """
+    went = (other - flat_parameters(net("cpu"))).norm()
+    assert float(went / other.norm()) > 0.02
+    assert float((one - other).norm() / went) < 1e-2
 
 
 def test_communicator_contract_over_gloo_with_cuda_tensors(world: GlooWorld) -> None:
@@ -69,11 +77,15 @@ def test_communicator_contract_over_gloo_with_cuda_tensors(world: GlooWorld) -> 
 
 
 def test_nccl() -> None:
-    world = NcclWorld(torch.cuda.device_count())
+    """Beside Gloo: where there is one GPU, there is one rank, whose replicas cannot differ from each other."""
+    size = torch.cuda.device_count()
+    world, over_gloo = NcclWorld(size), GlooWorld(size)
     try:
         assert_all_passed(world.run(run_all_over, "torch", "cuda"))
         for adapter in ("ddp", "optimizer"):
             results = world.run(train, adapter, "oktopk", 8, "cuda")
             assert all(torch.equal(result, results[0]) for result in results)
+            assert_trained_alike(results[0], over_gloo.run(train, adapter, "oktopk", 8, "cpu")[0])
     finally:
         world.close()
+        over_gloo.close()

@@ -59,6 +59,7 @@ def epochs_of(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_three_dense_and_three_sparse_steps(task: str, workers: GlooWorld, tmp_path: Path) -> None:
     assert workers.run(train, arguments_of(task, tmp_path, "--max-steps", "6", "--guard-every", "1")) == [0, 0]

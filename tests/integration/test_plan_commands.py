@@ -111,6 +111,7 @@ def test_a_run_says_how_large_the_gradient_is_and_what_a_step_takes(
 # --- advise, measured; what it saves is what plan takes
 
 
+@pytest.mark.slow
 def test_two_workers_are_measured_checked_and_saved_for_plan(empty: Path) -> None:
     lines = answered(oktopk("advise --parameters 20k --workers 2 --save m.json", empty))
     assert lines[0].startswith("20k parameters in 1 bucket")

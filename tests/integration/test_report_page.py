@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from oktopk.metrics.meter import STAGES
 from oktopk.workbench.cli import main
 from oktopk.workbench.report.html import page as page_of
 from oktopk.workbench.report.load import load_run
@@ -99,7 +100,7 @@ def expected(steps: list[dict[str, Any]]) -> dict[str, Any]:
         found[f"sparsity_{phase}"] = sum(step["sparsity"] for step in mine) / len(mine)
         for stage in ("io", "forward", "backward", "wait"):
             found[f"ms_{phase}_{stage}"] = 1e3 * sum(step["seconds"][stage] for step in mine) / len(mine)
-        for stage in ("compensate", "select", "encode", "exchange", "combine", "apply"):
+        for stage in STAGES:
             total = sum(bucket["seconds"].get(stage, 0.0) for step in mine for bucket in step["buckets"])
             found[f"ms_{phase}_{stage}"] = 1e3 * total / len(mine)
     return found
@@ -186,6 +187,7 @@ def contrast(one: float, other: float) -> float:
     return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
+@pytest.mark.slow
 def test_a_real_run_with_profile_is_reported_and_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate(tmp_path / "an4", num_train=32, num_test=4, seed=3)
     tiny = ["--conv-channels", "2", "--hidden-size", "16", "--num-layers", "2", "--batch-size", "2", "--quiet"]

@@ -30,7 +30,7 @@ from tests.worlds import ROOT
 
 TARGET = 0.1
 VARIANTS = {
-    "dense": {"compressor": "dense"},
+    "dense": {"reducer": "dense"},
     "wild": {"lr": 1e30},
     "oktopk": {},
     "lost": {"data_dir": "/nowhere/at/all"},
@@ -219,6 +219,7 @@ def test_finished_runs_are_not_done_again(
         assert {**row, "simulated_s": None} == {**trained.rows[row["variant"]], "simulated_s": None}
 
 
+@pytest.mark.slow
 def test_runs_stopped_half_way_are_done_again_two_at_a_time(trained: Trained, copied: tuple[Path, list[str]]) -> None:
     folder, command = copied
     again = [folder / f"oktopk-seed-{seed}" for seed in (1, 2)]
@@ -273,6 +274,7 @@ def test_a_failing_worker_is_one_line_and_finished_runs_stay(
     assert [row["variant"] for row in json.loads((folder / "study.json").read_text())["rows"]] == ["dense"]
 
 
+@pytest.mark.slow
 def test_being_told_to_end_leaves_nobody_running(tmp_path: Path) -> None:
     path = write_study(tmp_path / "long.toml", settings={**CONTENT["settings"], "epochs": 100_000}, seeds=[1])
     scratch = tmp_path / "scratch"

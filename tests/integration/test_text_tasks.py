@@ -87,6 +87,7 @@ def check_equal(straight: Path, pieces: Path, size: int, wanted: str) -> None:
 # --- whole runs
 
 
+@pytest.mark.slow
 def test_lstm_on_two_workers_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     arguments = [*LSTM, *SHORT, "--dropout", "0.3"]
     done = launch([*arguments, "--max-steps", "6"], tmp_path)
@@ -107,6 +108,7 @@ def test_lstm_on_two_workers_and_resumed_in_the_middle_of_an_epoch(tmp_path: Pat
     assert [(step["step"], step["epoch"]) for step in steps_of(run)] == [(step, 0) for step in range(10)]
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_bert_on_two_workers(tmp_path: Path) -> None:
     done = launch([*BERT, *SHORT, "--max-steps", "6", "--nsteps-update", "2"], tmp_path)
@@ -133,6 +135,7 @@ def test_lstm_learns(tmp_path: Path) -> None:
     assert found[-1] < 35 < found[0]
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_bert_resumed_is_the_same_and_keeps_its_vocabulary(tmp_path: Path) -> None:
     base = [*BERT, *SHORT, "--out-dir", str(tmp_path), "--lr-schedule", "divide"]  # linear knows the last step
@@ -226,6 +229,7 @@ def test_bad_data_is_one_line(
     assert not list((tmp_path / "out").glob("*/metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_bad_data_is_one_line_on_every_worker(tmp_path: Path) -> None:
     done = launch([*LSTM, *SHORT, "--data-dir", str(make_bad(tmp_path / "data", "short"))], tmp_path)
     assert done.returncode == 2

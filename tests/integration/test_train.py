@@ -62,6 +62,7 @@ def train_here(*arguments: str) -> int:
 # --- whole runs
 
 
+@pytest.mark.slow
 def test_140_steps_turn_sparse_at_128_exactly(corpus: Path, tmp_path: Path) -> None:
     arguments = ["-m", "oktopk", "train", "lstman4", *TINY, "--workers", "2", "--data-dir", str(corpus)]
     done = launch([*arguments, "--max-steps", "140", "--validate-every", "100", "--guard-every", "7"], tmp_path)
@@ -94,6 +95,7 @@ def test_140_steps_turn_sparse_at_128_exactly(corpus: Path, tmp_path: Path) -> N
     assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_demo_learns_on_its_embedded_corpus(tmp_path: Path) -> None:
     """What `make train` runs."""
@@ -109,6 +111,7 @@ def test_the_demo_learns_on_its_embedded_corpus(tmp_path: Path) -> None:
         assert said in done.stdout
 
 
+@pytest.mark.slow
 def test_28_steps_under_mpirun_say_that_nothing_will_be_sparse(corpus: Path, tmp_path: Path) -> None:
     arguments = ["-m", "oktopk", "train", "lstman4", *TINY, "--data-dir", str(corpus), "--max-steps", "28"]
     done = launch(arguments, tmp_path, mpirun(2))
@@ -130,6 +133,7 @@ OLD = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_old_command_line_verbatim_at_full_size(size: int, tmp_path: Path) -> None:
     generate(tmp_path / "audio_data", num_train=8, num_test=2, seed=1)
@@ -147,6 +151,8 @@ def test_nworkers_that_contradicts_mpirun_names_both_numbers(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_real_an4_for_one_epoch(tmp_path: Path) -> None:
     if not AN4.is_dir():
         pytest.skip(f"the real AN4 is not at {AN4}")
@@ -191,6 +197,7 @@ def final_state(run: Path, rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_10_steps_resumed_for_10_more_equal_20_straight(corpus: Path, tmp_path: Path) -> None:
     """Two workers, across the border from dense to sparse, stopped in the middle of an epoch."""
     base = [
@@ -288,6 +295,7 @@ def test_a_second_run_of_a_name_gets_a_folder_of_its_own(saved: list[str], tmp_p
 # --- when things go wrong
 
 
+@pytest.mark.slow
 def test_nan_stops_all_workers_in_the_same_step_and_keeps_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
     base = ["-m", "oktopk", "train", "lstman4", *TINY, "--workers", "2", "--data-dir", str(corpus), "--name", "bad"]
     assert launch([*base, "--max-steps", "8"], tmp_path).returncode == 0
@@ -308,7 +316,8 @@ def test_nan_stops_all_workers_in_the_same_step_and_keeps_the_checkpoint(corpus:
     ("arguments", "message"),
     [
         (["--data-dir", "/nowhere/at/all"], "oktopk data an4-like"),
-        (["--compressor", "topk"], "unknown compressor 'topk'; known: dense"),
+        (["--reducer", "topk"], "unknown reducer 'topk'; known: dense"),
+        (["--compressor", "topk"], "unknown reducer 'topk'; known: dense"),
         (["--density", "2"], "density=2.0: must be in (0, 1]"),
         (["--task", "poetry"], "task='poetry': unknown; known: lstman4"),
         (["--name", "a/b"], "name='a/b': must be a plain folder name"),

@@ -57,6 +57,9 @@ def test_oktopk_has_the_rounds_of_a_step() -> None:
         "all_reduce",
         "all_gather",
     ]
+    assert found.rounds[0].bytes == 7 * 8 * (8 + 1), (
+        "the agreement: to each peer, an integer for each rank and one more"
+    )
     assert volume("oktopk", N, K, 256, 0.5).rounds[0].operation == "ring_all_reduce"
 
 

@@ -240,6 +240,8 @@ class AllReducer:
         started = self._started.pop(bucket.layout, None) or self._start(bucket)
         owed, cost = started.owed, started.cost
         with self._meter.measure(cost):
+            with self._meter.stage("select"):
+                owed.acc.fetch()
             with self._meter.meeting():
                 verdict = agree(bucket, owed.acc, self.comm)
             if verdict.nonfinite:
@@ -279,7 +281,7 @@ class AllReducer:
             for slot in bucket.slots:
                 if slot.name in bucket.missing:
                     slot.part(bucket.flat).zero_()
-        for watcher in self._watchers.values():
+        for watcher in tuple(self._watchers.values()):
             watcher(self.step, bucket)
         lane = self._lanes.of(bucket)
         is_dense = self._schedule.phase(self.step, bucket) == "dense"

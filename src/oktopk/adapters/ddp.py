@@ -334,6 +334,8 @@ def attach(
     )
     switch = _switch_of(ddp_model)
     if switch is None:
+        if ddp_model._comm_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise ValueError("attach(): this model has a communication hook already, and DDP takes only one")
         allreducer = state.allreducer
         ddp_model.register_comm_hook(_Switch(state, state_group(ddp_model)), _switched_hook)
         return allreducer
@@ -348,6 +350,10 @@ def detach(ddp_model: DistributedDataParallel) -> None:
 
     Raises:
         ValueError: Nothing is attached.
+
+    Example:
+        >>> oktopk.detach(ddp_model)
+        >>> allreducer = oktopk.attach(ddp_model, density=0.001)
     """
     switch = _switch_of(ddp_model)
     if switch is None or switch.state is None:
@@ -375,7 +381,14 @@ def _switch_of(ddp_model: DistributedDataParallel) -> _Switch | None:
 
 # DDP reads these annotations at run time, which is why they are not postponed in this file.
 def hook(state: HookState, bucket: GradBucket) -> TensorFuture:
-    """DDP's communication hook: `ddp_model.register_comm_hook(oktopk.HookState(...), oktopk.hook)`."""
+    """DDP's communication hook, for a `HookState`.
+
+    Returns:
+        A future of the bucket's mean over all ranks.
+
+    Example:
+        >>> ddp_model.register_comm_hook(oktopk.HookState(density=0.01), oktopk.hook)
+    """
     return state.submit(bucket)
 
 

@@ -104,6 +104,8 @@ class DistributedOptimizer(Optimizer):
         """Autograd calls hooks on one thread for each device."""
         self._tickets: list[Ticket] = []
         self._unused: set[str] = set()
+        self._arrived = False
+        """Gradients of this step are there, and their means are not yet."""
         self._synchronized = False
         self.allreducer.on_load(
             weakly(self._thread, ReductionThread.settle), weakly(self, DistributedOptimizer._forget_step)
@@ -133,6 +135,7 @@ class DistributedOptimizer(Optimizer):
                 self._submit(group)
             self._tickets.append(self._thread.submit(self.allreducer.end_step, torch.device("cpu")))
             tickets, self._tickets = self._tickets, []
+            self._arrived = False
             for group in self._groups:
                 group.ready.clear()
         for ticket in tickets:
@@ -142,6 +145,7 @@ class DistributedOptimizer(Optimizer):
             group.hand_back(frozenset(slot.name for slot in group.layout.slots) if skipped else unused)
         self._unused.clear()
         self._synchronized = True
+        self.allreducer.busy = True  # what was reduced is in no parameter yet
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the wrapped optimizer's step on the averaged gradients; left out where all ranks skip (policy `skip`).
@@ -160,7 +164,7 @@ class DistributedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
-        self._synchronized = False
+        self._synchronized = self.allreducer.busy = False
         if not self.allreducer.last_step_skipped:
             self._inner.step()
         return loss
@@ -168,7 +172,9 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._tickets:
             raise RuntimeError("zero_grad() while gradients are being reduced: call step() or synchronize() first")
-        self._synchronized = False
+        if (self._synchronized or self._arrived) and not self._thread.failed:
+            self.allreducer.busy = False
+        self._synchronized = self._arrived = False
         self._inner.zero_grad(set_to_none)
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -179,7 +185,10 @@ class DistributedOptimizer(Optimizer):
                     f"a second backward() reached {_name_of(parameter, group)!r} before step(): set `local = True` for "
                     "all but the last backward of a step"
                 )
-            if self.local or self._norm_clip is not None:  # clipping needs all gradients: they go at synchronize()
+            if self.local:
+                return
+            self._arrived = self.allreducer.busy = True
+            if self._norm_clip is not None:  # clipping needs all gradients: they go at synchronize()
                 return
             group.ready.add(id(parameter))
             if group.is_full:
@@ -199,7 +208,6 @@ class DistributedOptimizer(Optimizer):
                     )
 
     def _submit(self, group: Group) -> None:
-        self.allreducer.busy = True
         group.mark_versions()
         filled: list[Bucket] = []
 
@@ -222,7 +230,7 @@ class DistributedOptimizer(Optimizer):
                 group.ready.clear()
             self._tickets.clear()
             self._unused.clear()
-            self._synchronized = False
+            self._synchronized = self._arrived = False
             self._thread.forget_failure()
 
     # --- what users ask for
@@ -297,7 +305,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             RuntimeError: Between backward and step.
         """
-        if self._tickets:
+        if self._arrived or self._synchronized:
             raise RuntimeError("state_dict() between backward() and step(): call it after step()")
         return self._inner.state_dict()
 

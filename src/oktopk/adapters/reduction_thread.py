@@ -137,6 +137,10 @@ class ReductionThread:
         self._jobs.put(ticket)
         return ticket
 
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
     def settle(self) -> None:
         """Wait until all that was handed in is over, whatever became of it."""
         if self._thread.is_alive():

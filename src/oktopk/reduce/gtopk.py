@@ -10,7 +10,7 @@ from oktopk.reduce.base import ReducerSettings, SparseReduction, Stateless
 from oktopk.reduce.description import Bound, ReducerDescription
 from oktopk.reduce.exchange import mean_of
 from oktopk.reduce.local_selection import smallest_magnitude
-from oktopk.reduce.volume import Round, SteadyStep, Volume, packed_bytes
+from oktopk.reduce.volume import Round, SteadyStep, Volume, encoded_bytes
 from oktopk.reduce.work import Amount, Work
 from oktopk.select.base import Accumulated
 from oktopk.sparse_vector import SparseVector
@@ -75,7 +75,7 @@ def _relatives(rank: int, size: int) -> tuple[int | None, list[int]]:
 def _volume(step: SteadyStep) -> Volume:
     """Over every edge of the tree k pairs go up and k come down; the root sends to every level."""
     levels = step.num_peers.bit_length()
-    size = LENGTH_BYTES + packed_bytes(step, step.k, step.n)
+    size = LENGTH_BYTES + encoded_bytes(step, step.k, step.n)
     share = 2 * step.num_peers / (step.num_ranks * max(1, levels))
     return Volume(float(step.k), (Round("tree", 2, round(size), 2.0 * step.k, share),) * levels)
 

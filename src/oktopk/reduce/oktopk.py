@@ -18,9 +18,9 @@ from oktopk.reduce.volume import (
     SteadyStep,
     Volume,
     all_reduce,
+    encoded_bytes,
     gather,
     lengths,
-    packed_bytes,
     scatter,
 )
 from oktopk.reduce.work import Amount, Work
@@ -115,7 +115,7 @@ def _volume(step: SteadyStep) -> Volume:
     """Regions follow the data, so that shares are about equal."""
     share, region = step.k / step.num_ranks, step.n / step.num_ranks
     if step.evened:
-        moved = HEADER_BYTES + packed_bytes(step, share, region)  # in two messages, to neighbours
+        moved = HEADER_BYTES + encoded_bytes(step, share, region)  # in two messages, to neighbours
         last = [
             lengths("all_to_all", step),
             Round("all_to_all", 2, round(moved), 2 * share),

@@ -16,7 +16,7 @@ from oktopk.reduce.local_selection import (
     ReusedThreshold,
     smallest_magnitude,
 )
-from oktopk.reduce.volume import SteadyStep, Volume, gather, lengths, packed_bytes, to_peers
+from oktopk.reduce.volume import SteadyStep, Volume, encoded_bytes, gather, lengths, to_peers
 from oktopk.reduce.work import Amount, Work
 from oktopk.select.base import Accumulated
 from oktopk.sparse_vector import SparseVector
@@ -101,7 +101,7 @@ def _gathering_then_cutting(step: SteadyStep) -> Volume:
 def _gathering_in_two_messages(step: SteadyStep) -> Volume:
     """The first message carries header and indices, the second one the values."""
     values = step.value_bytes * step.chosen
-    indices = packed_bytes(step, step.chosen, step.n) - values
+    indices = encoded_bytes(step, step.chosen, step.n) - values
     return Volume(
         step.union,
         (

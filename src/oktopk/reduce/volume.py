@@ -115,7 +115,7 @@ def gather(step: SteadyStep, count: float, span: float, skew: float = 1.0) -> li
 
     The average rank holds `count` pairs, the busiest `skew` times as many, spread over `span` indices.
     """
-    size = packed_bytes(step, skew * count, span)
+    size = encoded_bytes(step, skew * count, span)
     return [
         lengths("all_gather", step),
         to_peers("all_gather", step, size, 2 * skew * count, mean_share=1.0 / skew),
@@ -125,7 +125,7 @@ def gather(step: SteadyStep, count: float, span: float, skew: float = 1.0) -> li
 def scatter(step: SteadyStep) -> list[Round]:
     """Every rank sends to each owner the chosen pairs of its region, lengths first."""
     count = step.chosen / step.num_ranks
-    size = packed_bytes(step, count, step.n / step.num_ranks)
+    size = encoded_bytes(step, count, step.n / step.num_ranks)
     return [lengths("all_to_all", step), to_peers("all_to_all", step, size, 2 * count)]
 
 
@@ -140,6 +140,6 @@ def to_peers(operation: str, step: SteadyStep, size: float, elements: float, mea
     return Round(operation, peers, round(size * peers), elements * peers, mean_share)
 
 
-def packed_bytes(step: SteadyStep, count: float, span: float) -> float:
+def encoded_bytes(step: SteadyStep, count: float, span: float) -> float:
     """The expected size on the wire of `count` pairs spread evenly over `span` indices."""
     return wire.expected_bytes(count, span, length=step.n, value_bytes=step.value_bytes)

@@ -34,6 +34,10 @@ class Accumulated:
         self._ask = seen
         self._seen = _NOTHING
 
+    def fetch(self) -> None:
+        """Wait for the device; afterwards what was seen is known."""
+        self._known()
+
     @property
     def largest(self) -> float:
         """The largest magnitude, or 0.0 where none reached the floor; NaN and Inf reach any."""

@@ -92,7 +92,6 @@ class HookState:
         self._held: list[_Handed] = []
         self._looked_for_scaler = False
         """In this step: looking through all objects takes a tenth of a second."""
-        self.attached = True
 
     @property
     def allreducer(self) -> AllReducer:
@@ -124,8 +123,7 @@ class HookState:
         return handed.future.then(handed.result)
 
     def close(self) -> None:
-        """End the background thread and release the communicator; gradients are then averaged by DDP itself."""
-        self.attached = False
+        """End the background thread and release the communicator; nothing can be reduced afterwards."""
         if self._thread is not None and self._allreducer is not None:
             self._thread.close()
             self._allreducer.close()
@@ -320,11 +318,16 @@ def attach(
             f"attach() needs a DistributedDataParallel model, got {type(ddp_model).__name__}; "
             "without DDP use oktopk.DistributedOptimizer"
         )
-    module = cast("torch.nn.Module", ddp_model.module)
+    switch = _switch_of(ddp_model)
+    if switch is None and ddp_model._comm_hooks:  # pyright: ignore[reportPrivateUsage]
+        raise ValueError("attach(): this model has a communication hook already, and DDP takes only one")
+    if switch is not None and switch.state is not None:
+        raise ValueError("attach() was called on this model before: call oktopk.detach(ddp_model) first")
+    module, process_group = cast("torch.nn.Module", ddp_model.module), cast("ProcessGroup", ddp_model.process_group)
     state = HookState(
         reducer,
         named_parameters=list(module.named_parameters()),
-        process_group=cast("ProcessGroup", ddp_model.process_group),
+        process_group=process_group,
         trainer=trainer,
         norm_clip=norm_clip,
         dense_vectors=dense_vectors,
@@ -332,17 +335,12 @@ def attach(
         settings=settings,
         **keywords,
     )
-    switch = _switch_of(ddp_model)
+    allreducer = state.allreducer
     if switch is None:
-        if ddp_model._comm_hooks:  # pyright: ignore[reportPrivateUsage]
-            raise ValueError("attach(): this model has a communication hook already, and DDP takes only one")
-        allreducer = state.allreducer
-        ddp_model.register_comm_hook(_Switch(state, state_group(ddp_model)), _switched_hook)
-        return allreducer
-    if switch.state is not None:
-        raise ValueError("attach() was called on this model before: call oktopk.detach(ddp_model) first")
-    switch.state = state
-    return state.allreducer
+        ddp_model.register_comm_hook(_Switch(state, process_group), _switched_hook)
+    else:
+        switch.state = state
+    return allreducer
 
 
 def detach(ddp_model: DistributedDataParallel) -> None:
@@ -360,10 +358,6 @@ def detach(ddp_model: DistributedDataParallel) -> None:
         raise ValueError("detach(): nothing is attached to this model")
     state, switch.state = switch.state, None
     state.close()
-
-
-def state_group(ddp_model: DistributedDataParallel) -> ProcessGroup:
-    return cast("ProcessGroup", ddp_model.process_group)
 
 
 class _Switch:

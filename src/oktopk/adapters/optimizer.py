@@ -175,6 +175,8 @@ class DistributedOptimizer(Optimizer):
         if (self._synchronized or self._arrived) and not self._thread.failed:
             self.allreducer.busy = False
         self._synchronized = self._arrived = False
+        for group in self._groups:
+            group.ready.clear()
         self._inner.zero_grad(set_to_none)
 
     def _on_gradient(self, parameter: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.adapters.ddp import attach
+from oktopk.adapters.ddp import attach, detach
 from oktopk.metrics.step_stats import StepStats
 from oktopk.workbench.bench import peers as bench_peers
 from oktopk.workbench.bench.links import describe
@@ -175,7 +175,7 @@ def _wrap(
         del settings["min_sparse_numel"]  # small buckets stay dense, as for everyone who trains
         allreducer = attach(ddp, "oktopk", **settings)
         allreducer.add_listener(stats.append)
-        return ddp, allreducer.close
+        return ddp, lambda: detach(ddp)
     return ddp, _nothing
 
 

@@ -18,7 +18,7 @@ from oktopk.workbench.train.data.errors import DataError
 from oktopk.workbench.train.data.manifest import write_manifests
 from oktopk.workbench.train.main import run_training
 from oktopk.workbench.train.task_settings import TASKS
-from oktopk.workbench.worlds.membership import find_place
+from oktopk.workbench.worlds.membership import find_place, refuse
 
 _OWN_PARSERS: Mapping[str, tuple[str, str]] = {
     "report": ("oktopk.workbench.report.cli", "look at runs: one page, and pictures"),
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(given)
         return int(options.run(options, given))
     except (DataError, UsageError) as error:
-        print(f"oktopk: {error}", file=sys.stderr)
-        return 2
+        return refuse("oktopk", error)
     except BrokenPipeError:  # whoever read what we print has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -11,7 +11,7 @@ from oktopk.workbench.train.config import ConfigError, load_config, parse_bool
 from oktopk.workbench.train.data.errors import DataError
 from oktopk.workbench.train.main import run_training
 from oktopk.workbench.train.task_settings import TASKS
-from oktopk.workbench.worlds.membership import find_place
+from oktopk.workbench.worlds.membership import find_place, refuse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,8 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             load_config(options.dnn, _settings(options)), ["-m", "oktopk.workbench.train.legacy", *given]
         )
     except (ConfigError, DataError) as error:
-        print(f"main_trainer.py: {error}", file=sys.stderr)
-        return 2
+        return refuse("main_trainer.py", error)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +23,7 @@ COMM_NAMES = ("auto", "gloo", "nccl", "mpi")
 DEVICE_NAMES = ("auto", "cpu", "cuda")
 _OURS = "oktopk"
 _LOOPBACK = "127.0.0.1"
+_MOMENT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,18 @@ def find_place() -> Place:
                 total if num_here is None else num_here,
             )
     return Place("nobody", 0, 1, 0, 1)
+
+
+def refuse(program: str, error: Exception) -> int:
+    """Say in one line what a user did wrong; the exit code.
+
+    mpirun ends all workers as soon as one has failed, so the others get a moment to say the same.
+    """
+    sys.stderr.write(f"{program}: {error}\n")
+    sys.stderr.flush()
+    if find_place().size > 1:
+        time.sleep(_MOMENT_S)
+    return 2
 
 
 def join(place: Place, comm: str, device_name: str, timeout_s: float) -> Member:

@@ -33,6 +33,7 @@ logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]
 Watcher = Callable[[int, Bucket], None]
 _FORMAT = 3
+_PARTS = {"step": int, "num_skipped_steps": int, "feedback": Mapping, "reducers": Mapping}
 
 
 class AllReducer:
@@ -190,6 +191,9 @@ class AllReducer:
         for key, expected in mine.items():
             if state.get(key) != expected:
                 raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
+        for key, kind in _PARTS.items():
+            if not isinstance(state.get(key), kind):
+                raise ValueError(f"saved state has {key}={state.get(key)!r}: it is damaged; load an earlier one")
         for settle, _ in self._on_load:
             settle()
         self._feedback.load_state_dict(state["feedback"])
@@ -197,8 +201,8 @@ class AllReducer:
         self._started.clear()
         self._untold.clear()
         self._skipping = self.busy = False
-        self.step = int(state["step"])
-        self.num_skipped_steps = int(state["num_skipped_steps"])
+        self.step = state["step"]
+        self.num_skipped_steps = state["num_skipped_steps"]
         self.last_step_skipped = False
         self._schedule.decided_first_sparse_step = state.get("compress_from")
         for _, forget in self._on_load:
@@ -240,7 +244,7 @@ class AllReducer:
         started = self._started.pop(bucket.layout, None) or self._start(bucket)
         owed, cost = started.owed, started.cost
         with self._meter.measure(cost):
-            with self._meter.stage("select"):
+            with self._meter.stage("combine" if started.reducer is self._dense else "select"):
                 owed.acc.fetch()
             with self._meter.meeting():
                 verdict = agree(bucket, owed.acc, self.comm)

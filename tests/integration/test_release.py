@@ -27,6 +27,9 @@ TINY_BUCKETS = 1200 / 2**20
 Left = dict[str, Any]
 
 
+NOTHING = {"threads": 0, "models": 0, "groups": 0}
+
+
 def num_threads() -> int:
     return sum(thread.name == "oktopk-reductions" for thread in threading.enumerate())
 
@@ -99,6 +102,53 @@ def dropped_midway(steps: int, settings: dict[str, Any]) -> nn.Module:
     return model
 
 
+def after_an_error(wrap: bool) -> nn.Module:
+    """Let go of after NaN was refused: an error's traceback must not keep the model alive."""
+    model: nn.Module = Net()
+    if wrap:
+        optimizer: Any = oktopk.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **SPARSE
+        )
+    else:
+        model = DDP(model, bucket_cap_mb=TINY_BUCKETS)
+        oktopk.attach(model, **SPARSE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        (loss_of(model, dist.get_rank(), 0) * float("nan")).backward()
+        optimizer.step()
+
+    with pytest.raises((oktopk.NonFiniteGradientError, RuntimeError), match="NaN"):
+        step()
+    return model
+
+
+@pytest.mark.parametrize("wrap", [True, False], ids=["wrapper", "attach"])
+@pytest.mark.usefixtures("alone")
+def test_nothing_is_left_after_an_error(wrap: bool) -> None:
+    gc.collect()
+    threads, groups = num_threads(), num_groups()
+    model = after_an_error(wrap)
+    reference = weakref.ref(getattr(model, "module", model))
+    del model
+    left = settle([reference], threads)
+    assert left | {"groups": left["groups"] - groups} == NOTHING
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_hook_state_takes_its_gradient_hooks_along() -> None:
+    model = Net()
+    for close in (True, False):
+        state = oktopk.HookState(named_parameters=model.named_parameters(), find_unused_parameters=True)
+        assert all(p._backward_hooks for p in model.parameters())
+        if close:
+            state.close()
+        else:
+            del state
+            gc.collect()
+        assert not any(p._backward_hooks for p in model.parameters())
+
+
 MAKERS = {"wrapper": wrapped, "attach": attached, "pair": paired, "wrapper, midway": dropped_midway}
 
 
@@ -112,9 +162,6 @@ def five(maker: str, steps: int, settings: dict[str, Any]) -> Left:
     models.clear()
     left = settle(references, threads)
     return left | {"groups": left["groups"] - groups}
-
-
-NOTHING = {"threads": 0, "models": 0, "groups": 0}
 
 
 @pytest.fixture

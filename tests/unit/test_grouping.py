@@ -172,3 +172,10 @@ def test_clipping_scales_to_the_joint_norm_and_never_up() -> None:
     clip_(gradients, 2.5)
     assert [g.tolist() for g in gradients] == [[1.5, 0.0], [2.0]]
     clip_([], 1.0)
+
+
+def test_clipping_scales_to_the_joint_norm() -> None:
+    """Here over one; the norm is joint."""
+    gradients = [torch.full((4,), 3.0), torch.full((4,), 4.0)]
+    clip_(gradients, 1.0)
+    assert float(torch.cat(gradients).norm()) == pytest.approx(1.0)

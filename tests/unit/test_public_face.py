@@ -615,3 +615,30 @@ def test_optimizers_without_momentum_are_not_warned_of(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, logger="oktopk"):
         oktopk.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), comm=comm).close()
     assert not caplog.records
+
+
+def test_a_hook_state_refuses_an_unknown_reducer_at_once() -> None:
+    with pytest.raises(ValueError, match="unknown reducer 'nonsense'"):
+        oktopk.HookState("nonsense")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"step": "x"}, {"num_skipped_steps": None}, {"feedback": 3}, {"reducers": None}],
+    ids=lambda d: next(iter(d)),
+)
+def test_a_damaged_state_changes_nothing(damage: dict[str, Any]) -> None:
+    def rank(comm: Any) -> None:
+        allreducer = oktopk.AllReducer("topkA", comm=comm, warmup_steps=0, min_sparse_numel=0, density=0.5)
+        bucket = oktopk.Bucket(torch.tensor([4.0, 1.0]), oktopk.Layout.of([("a", 2)]))
+        allreducer.reduce(bucket)
+        allreducer.end_step()
+        before = allreducer.state_dict()
+        other = {**before, "feedback": {"residual": {"a": torch.tensor([9.0, 9.0])}}, **damage}
+        with pytest.raises(ValueError, match=next(iter(damage))):
+            allreducer.load_state_dict(other)
+        after = allreducer.state_dict()
+        assert after["step"] == before["step"] == 1
+        assert after["feedback"]["residual"]["a"].tolist() == [0.0, 1.0]
+
+    simulate(1, rank)

@@ -12,15 +12,17 @@ from torch.distributed import GradBucket, ProcessGroup  # pyright: ignore[report
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from oktopk.adapters.grouping import clip_
-from oktopk.adapters.optimizer import check_norm_clip
+from oktopk.adapters.optimizer import check_norm_clip, remove_all
 from oktopk.adapters.reduction_thread import ReductionThread, mark, weakly
 from oktopk.allreducer import AllReducer
 from oktopk.bucket import Bucket, Layout
 from oktopk.comm.torchdist import TorchDistCommunicator
 from oktopk.metrics.trainer_lists import MetricLists
 from oktopk.reduce.description import ReducerFactory
+from oktopk.registry import describe
 from oktopk.settings import Settings, SettingsKeywords, lists_settings, settings_from
 
 TensorFuture = torch.futures.Future[Tensor]
@@ -68,9 +70,12 @@ class HookState:
             **keywords: See Settings.
 
         Raises:
-            ValueError: An unknown setting, a value that cannot be, or `find_unused_parameters` without names.
+            ValueError: An unknown reducer or setting, a value that cannot be, or no names for
+                `find_unused_parameters`.
         """
         check_norm_clip(norm_clip)
+        if isinstance(reducer, str):
+            describe(reducer)  # an unknown name is refused here, not in the first backward
         self.settings = settings_from(settings, keywords)
         self._reducer = reducer
         self._process_group = process_group
@@ -83,8 +88,7 @@ class HookState:
         self._names = {id(parameter): name for name, parameter in named}
         self._may_be_unused = find_unused_parameters
         self._touched: set[str] = set()
-        if find_unused_parameters:
-            self._watch_gradients(named)
+        self._end_watching = self._watch_gradients(named if find_unused_parameters else [])
         self._allreducer: AllReducer | None = None
         self._thread: ReductionThread | None = None
         self._layouts: dict[tuple[int, ...], list[_Part]] = {}
@@ -124,6 +128,7 @@ class HookState:
 
     def close(self) -> None:
         """End the background thread and release the communicator; nothing can be reduced afterwards."""
+        self._end_watching()
         if self._thread is not None and self._allreducer is not None:
             self._thread.close()
             self._allreducer.close()
@@ -216,10 +221,14 @@ class HookState:
             )
         self._looked_for_scaler = True
 
-    def _watch_gradients(self, named: list[tuple[str, Parameter]]) -> None:
-        for name, parameter in named:
-            if parameter.requires_grad:
-                parameter.register_hook(partial(_touch, weakref.ref(self), name))
+    def _watch_gradients(self, named: list[tuple[str, Parameter]]) -> "weakref.finalize[..., Any]":
+        """Note which parameters take part in a backward; to call what is returned is to end that."""
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        me = weakref.ref(self)
+        hooks = [cast("RemovableHandle", p.register_hook(partial(_touch, me, name))) for name, p in trained]
+        end = weakref.finalize(self, remove_all, hooks)
+        end.atexit = False
+        return end
 
 
 class _Part:
@@ -291,7 +300,8 @@ def attach(
 
     An error during a reduction comes out of `backward()`, as a RuntimeError that quotes it. With nonfinite="skip" a
     skipped step leaves gradients of zero: leave out `optimizer.step()` where `allreducer.last_step_skipped`, or
-    momentum and decay still move the parameters.
+    momentum and decay still move the parameters. Save `allreducer.state_dict()` after `optimizer.step()`, together with
+    the parameters. For SGD with momentum, set `momentum_correction` and give the optimizer none.
 
     Args:
         ddp_model: The model; ranks are those of its process group.
@@ -307,7 +317,8 @@ def attach(
         The AllReducer: its `state_dict` holds what is owed, its listeners see every reduction.
 
     Raises:
-        ValueError: No DDP model, one that has a hook already, an unknown setting, or a value that cannot be.
+        ValueError: No DDP model, one that has a hook already, an unknown setting, or a value that cannot be. Also, from
+            the first backward, where a torch.amp.GradScaler is in use in this process.
 
     Example:
         >>> model = DistributedDataParallel(model)

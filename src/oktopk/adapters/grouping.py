@@ -90,7 +90,8 @@ def clip_(gradients: Sequence[Tensor], limit: float) -> None:
     """
     if not gradients:
         return
-    norm = float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())  # one wait for a GPU
+    squares = [g.double().square().sum().to(gradients[0].device) for g in gradients]
+    norm = float(torch.stack(squares).sum().sqrt())  # one wait for a GPU
     if limit < norm < math.inf:
         for gradient in gradients:
             gradient.mul_(limit / norm)

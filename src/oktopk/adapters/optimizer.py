@@ -112,7 +112,7 @@ class DistributedOptimizer(Optimizer):
         )
         on_gradient = weakly(self, DistributedOptimizer._on_gradient)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in named]
-        self._end = weakref.finalize(self, _remove_all, self._hooks)
+        self._end = weakref.finalize(self, remove_all, self._hooks)
         self._end.atexit = False
 
     # --- a step
@@ -334,7 +334,7 @@ def check_norm_clip(norm_clip: float | None) -> None:
         raise ValueError(f"norm_clip={norm_clip!r}: must be a positive norm, or None for no clipping")
 
 
-def _remove_all(hooks: list[RemovableHandle]) -> None:
+def remove_all(hooks: list[RemovableHandle]) -> None:
     for each in hooks:
         each.remove()
 

@@ -54,7 +54,7 @@ class Ticket:
         if self._error is not None:
             raise self._error
         if self._output_ready is not None:
-            self._output_ready.wait()
+            self._output_ready.wait(torch.cuda.current_stream(self._device))
 
     def await_end(self) -> None:
         """Until the job is done or has failed."""
@@ -97,6 +97,12 @@ class Ticket:
             self._output_ready = mark(self._device)
 
 
+class _Failure:
+    """What went wrong first. Its traceback holds on to the model, so the thread itself only refers to it weakly."""
+
+    error: BaseException | None = None
+
+
 class ReductionThread:
     """After a job has failed, every later one fails with the same error: its peers are no longer in step.
 
@@ -105,9 +111,9 @@ class ReductionThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._failure: list[BaseException] = []
+        self._failure = _Failure()
         self._thread = threading.Thread(
-            target=_serve, args=(self._jobs, self._failure), name="oktopk-reductions", daemon=True
+            target=_serve, args=(self._jobs, weakref.ref(self._failure)), name="oktopk-reductions", daemon=True
         )
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.put, None)
@@ -139,7 +145,7 @@ class ReductionThread:
 
     @property
     def failed(self) -> bool:
-        return bool(self._failure)
+        return self._failure.error is not None
 
     def settle(self) -> None:
         """Wait until all that was handed in is over, whatever became of it."""
@@ -148,7 +154,7 @@ class ReductionThread:
 
     def forget_failure(self) -> None:
         """Jobs that are handed in from now on are done again. Call it when all ranks start anew and this is settled."""
-        self._failure.clear()
+        self._failure.error = None
 
     def close(self) -> None:
         """Finish what was handed in, then end the thread. Harmless when repeated."""
@@ -156,20 +162,21 @@ class ReductionThread:
         self._thread.join()
 
 
-def _serve(jobs: queue.SimpleQueue[Ticket | None], failure: list[BaseException]) -> None:
+def _serve(jobs: queue.SimpleQueue[Ticket | None], failure_of_owner: weakref.ref[_Failure]) -> None:
     """The thread holds no job while it waits for one, so that it keeps no model alive."""
     ahead: list[Ticket | None] = []
     while (ticket := ahead.pop() if ahead else jobs.get()) is not None:
+        failure = failure_of_owner() or _Failure()
         try:
-            if failure:
-                raise failure[0]
+            if failure.error is not None:
+                raise failure.error
             ticket.prepare()
             ahead = _one_ahead(jobs)
             ticket.run()
         except BaseException as error:
-            failure[:] = [error]
+            failure.error = error
             ticket.fail(error)
-        ticket = None
+        ticket = failure = None
 
 
 def _one_ahead(jobs: queue.SimpleQueue[Ticket | None]) -> list[Ticket | None]:

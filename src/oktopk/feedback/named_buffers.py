@@ -18,15 +18,15 @@ class NamedBuffers:
     """
 
     def __init__(self) -> None:
-        self._flat: dict[Layout, Tensor] = {}
+        self._flat: dict[Layout, Tensor | None] = {}
+        """The layouts in use; None: all zero."""
         self._loose: dict[str, Tensor] = {}
         """Parameters whose layout was given up, or that were loaded."""
 
     def get(self, bucket: Bucket) -> Tensor | None:
         """The memory of these parameters, which stays ours; None where all of it is zero."""
-        flat = self._flat.get(bucket.layout)
-        if flat is not None:
-            return flat
+        if bucket.layout in self._flat:
+            return self._flat[bucket.layout]
         self._loosen(bucket.layout)
         if not any(slot.name in self._loose for slot in bucket.slots):
             return None
@@ -48,24 +48,28 @@ class NamedBuffers:
 
         Returns the old memory where it was one tensor, which nobody else holds any more.
         """
-        old = self._flat.pop(bucket.layout, None)
-        if old is None:
+        if bucket.layout not in self._flat:
             self._loosen(bucket.layout)
             for slot in bucket.slots:
                 self._loose.pop(slot.name, None)
-        if flat is not None:
-            self._flat[bucket.layout] = flat
+        old, self._flat[bucket.layout] = self._flat.get(bucket.layout), flat
         return old
 
     def _loosen(self, layout: Layout) -> None:
         """Give up layouts that share a parameter with a new one: their values live on by name."""
         for old in [known for known in self._flat if known.shares_a_parameter_with(layout)]:
             flat = self._flat.pop(old)
-            self._loose |= {slot.name: slot.part(flat) for slot in old.slots}
+            if flat is not None:
+                self._loose |= {slot.name: slot.part(flat) for slot in old.slots}
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy, by name."""
-        held = {slot.name: slot.part(flat) for layout, flat in self._flat.items() for slot in layout.slots}
+        held = {
+            slot.name: slot.part(flat)
+            for layout, flat in self._flat.items()
+            if flat is not None
+            for slot in layout.slots
+        }
         return {name: view.clone() for name, view in (self._loose | held).items()}
 
     @staticmethod

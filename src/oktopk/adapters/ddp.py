@@ -224,7 +224,7 @@ class HookState:
     def _watch_gradients(self, named: list[tuple[str, Parameter]]) -> "weakref.finalize[..., Any]":
         """Note which parameters take part in a backward; to call what is returned is to end that."""
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        me = weakref.ref(self)
+        me: weakref.ref[HookState] = weakref.ref(self)
         hooks = [cast("RemovableHandle", p.register_hook(partial(_touch, me, name))) for name, p in trained]
         end = weakref.finalize(self, remove_all, hooks)
         end.atexit = False

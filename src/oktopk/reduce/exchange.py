@@ -29,9 +29,9 @@ class Exchange:
 
     def rounded(self, vector: SparseVector) -> tuple[SparseVector, SparseVector | None]:
         """As it will arrive, and what that is more than it was; None: it is the same."""
-        sent = wire.rounded(vector, self.values)
-        if sent is vector:
+        if self.values is wire.ValueEncoding.FP32:
             return vector, None
+        sent = wire.rounded(vector, self.values)
         return sent, SparseVector(vector.indices, sent.values - vector.values, vector.length)
 
     def encode(self, vector: SparseVector) -> Tensor:

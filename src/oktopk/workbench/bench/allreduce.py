@@ -20,7 +20,7 @@ from oktopk.workbench.console.progress import Progress
 from oktopk.workbench.console.tables import Column, Row, byte_count, elements, figure, milliseconds
 from oktopk.workbench.console.words import LOOPBACK
 from oktopk.workbench.simulate.gradients import Synthetic
-from oktopk.workbench.worlds.place import Job, Place, Tell
+from oktopk.workbench.worlds.jobs import Job, Station, Tell
 from oktopk.workbench.worlds.world import BenchWorld, Seat
 
 BASELINE = "dense-fp32"
@@ -135,16 +135,16 @@ class Contender:
         }
 
 
-def measure(place: Place, options: Options, job: Job, tell: Tell) -> list[dict[str, Any]]:
+def measure(station: Station, options: Options, job: Job, tell: Tell) -> list[dict[str, Any]]:
     """Every iteration: the same fresh gradient for each contender in turn, and a barrier before the clock starts."""
     n = int(job["n"])
-    tell(f"P = {place.size}, n = {elements(n)}: making gradients")
-    synthetic = Synthetic(n, place.rank, options.seed)
+    tell(f"P = {station.size}, n = {elements(n)}: making gradients")
+    synthetic = Synthetic(n, station.rank, options.seed)
     contenders, gradient, close = _contenders(options, n)
     warmup = max(contender.warmup for contender in contenders)
     fresh = torch.empty(n)
     for step in range(warmup + options.iterations):
-        tell(f"P = {place.size}, n = {elements(n)}: {step + 1} of {warmup + options.iterations}")
+        tell(f"P = {station.size}, n = {elements(n)}: {step + 1} of {warmup + options.iterations}")
         synthetic.write(step, fresh)
         first = step % len(contenders)  # nobody always comes after the same one
         for contender in contenders[first:] + contenders[:first]:

@@ -54,7 +54,7 @@ def _times(residual: Tensor, gradient: Tensor, k: int, kernels: Kernels, iterati
     chosen = exact.top_k(kernels, acc, k)
     floor = _MARGIN * float(chosen.values.abs().min())
     other = exact.top_k(kernels, gradient, k)
-    packed = wire.encode(chosen, kernels=kernels)
+    encoded = wire.encode(chosen, kernels=kernels)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: out.copy_(gradient),
         "add": lambda: torch.add(residual, gradient, out=out),
@@ -63,7 +63,7 @@ def _times(residual: Tensor, gradient: Tensor, k: int, kernels: Kernels, iterati
         "select, plain torch": lambda: plain.accumulate(residual, gradient, out, floor, 4 * k, device),
         "torch.topk": lambda: torch.topk(acc.abs(), k),
         "encode": lambda: wire.encode(chosen, kernels=kernels),
-        "decode": lambda: wire.decode(packed, acc.numel(), kernels),
+        "decode": lambda: wire.decode(encoded, acc.numel(), kernels),
         "sum of two": lambda: kernels.sum([chosen, other]),
         "write the mean": lambda: kernels.write(out, chosen),
         "clean the residual": lambda: kernels.subtract(out, chosen),

@@ -19,7 +19,7 @@ from oktopk.workbench.plan.calibrate import Calibration, calibrate
 from oktopk.workbench.plan.model import Link, predict
 from oktopk.workbench.plan.stored import calibration_of, plain
 from oktopk.workbench.worlds import links as netns
-from oktopk.workbench.worlds.place import Job, Place, Tell
+from oktopk.workbench.worlds.jobs import Job, Station, Tell
 from oktopk.workbench.worlds.world import BenchWorld
 
 _PAUSE_S = 0.03
@@ -76,8 +76,8 @@ COLUMNS: tuple[Column, ...] = (
 # --- in the workers
 
 
-def measure(place: Place, options: Options, job: Job, tell: Tell) -> dict[str, Any]:
-    tell(f"P = {place.size}: calibrating")
+def measure(station: Station, options: Options, job: Job, tell: Tell) -> dict[str, Any]:
+    tell(f"P = {station.size}: calibrating")
     comm = TorchDistCommunicator(options.timeout_s)
     found = calibrate(comm, torch.device("cpu"), int(job["n"]))
     comm.close()

@@ -7,7 +7,7 @@ import time
 
 from oktopk.workbench.bench import peers as bench_peers
 from oktopk.workbench.bench.options import Options
-from oktopk.workbench.worlds.place import Job, Place, Tell
+from oktopk.workbench.worlds.jobs import Job, Station, Tell
 
 _PORT = 29777
 _WARMUP_S = 0.4
@@ -16,13 +16,13 @@ _SECONDS = 1.2
 _CHUNK_BYTES = 1 << 20
 
 
-def measure(place: Place, options: Options, job: Job, tell: Tell) -> float | None:
+def measure(station: Station, options: Options, job: Job, tell: Tell) -> float | None:
     """Bits per second, on the rank that receives; None on the others."""
     del job
     tell("measuring the raw link")
     speed: float | None = None
-    if place.rank == 1:
-        with socket.create_server((place.addresses[1], _PORT)) as server:
+    if station.rank == 1:
+        with socket.create_server((station.addresses[1], _PORT)) as server:
             server.settimeout(options.timeout_s)
             bench_peers.barrier()
             stream, _ = server.accept()
@@ -30,8 +30,8 @@ def measure(place: Place, options: Options, job: Job, tell: Tell) -> float | Non
                 speed = _receive(stream)
     else:
         bench_peers.barrier()
-        if place.rank == 0:
-            with socket.create_connection((place.addresses[1], _PORT), options.timeout_s) as stream:
+        if station.rank == 0:
+            with socket.create_connection((station.addresses[1], _PORT), options.timeout_s) as stream:
                 _send(stream)
     bench_peers.barrier()
     return speed

@@ -18,7 +18,7 @@ from oktopk.workbench.console.progress import Progress
 from oktopk.workbench.console.tables import Column, Row, elements, figure, milliseconds
 from oktopk.workbench.console.words import LOOPBACK
 from oktopk.workbench.simulate.gradients import Synthetic
-from oktopk.workbench.worlds.place import Job, Place, Tell
+from oktopk.workbench.worlds.jobs import Job, Station, Tell
 from oktopk.workbench.worlds.world import BenchWorld, Seat
 
 _NAME = "gradient"
@@ -85,10 +85,10 @@ FOOTNOTE = "drift: |owed - applied - still owed| summed over all elements, as pa
 # --- in the workers
 
 
-def measure(place: Place, options: Options, job: Job, tell: Tell) -> dict[str, Any]:
+def measure(station: Station, options: Options, job: Job, tell: Tell) -> dict[str, Any]:
     """The law over the whole run, in fp64: all ranks' gradients = P * all means + all ranks' residuals."""
     n, steps = int(job["n"]), options.steps
-    synthetic = Synthetic(n, place.rank, options.seed)
+    synthetic = Synthetic(n, station.rank, options.seed)
     allreducer = AllReducer("oktopk", comm="torch", **options.allreducer_settings(job["density"], options.wire))
     bucket = Bucket(torch.empty(n), Layout.of([(_NAME, n)]))
     owed, applied = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -111,12 +111,12 @@ def measure(place: Place, options: Options, job: Job, tell: Tell) -> dict[str, A
         if step in marks:
             memory[step] = _status_mib("VmRSS")
         if step % max(1, steps // 20) == 0:
-            tell(f"P = {place.size}, n = {elements(n)}: {step} of {steps} reductions")
+            tell(f"P = {station.size}, n = {elements(n)}: {step} of {steps} reductions")
     peak = _status_mib("VmHWM")  # before what follows takes memory of its own
     residual: torch.Tensor | None = allreducer.state_dict()["feedback"]["residual"].get(_NAME)
     balance = owed if residual is None else owed - residual.reshape(-1).cpu()
     allreducer.comm.all_reduce(balance)
-    balance -= place.size * applied
+    balance -= station.size * applied
     total = owed.abs()
     allreducer.comm.all_reduce(total)
     allreducer.close()

@@ -14,8 +14,8 @@ from oktopk.workbench.train.main import train
 from oktopk.workbench.train.show import Silent
 from oktopk.workbench.train.trainer import TrainingStopped
 from oktopk.workbench.worlds import membership as launch
+from oktopk.workbench.worlds.jobs import Job, Station, Tell
 from oktopk.workbench.worlds.membership import Member, choose_device
-from oktopk.workbench.worlds.place import Job, Place, Tell
 
 if TYPE_CHECKING:
     from oktopk.workbench.train.trainer import Trainer
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 FINISHED, DIVERGED = "finished", "diverged"
 
 
-def measure(place: Place, options: Options, job: Job, tell: Tell) -> str:
+def measure(station: Station, options: Options, job: Job, tell: Tell) -> str:
     """Train by `job["config"]`; how it ended. UsageError where the task does not validate `job["metric"]`."""
-    among = launch.Place("study", place.rank, place.size, place.rank, place.size)
+    among = launch.Place("study", station.rank, station.size, station.rank, station.size)
     comm = make_communicator("torch", options.timeout_s)
     try:
         train(make_config(job["config"]), Member(among, comm, choose_device(options.device, among)), _Told(job, tell))

@@ -22,7 +22,7 @@ from oktopk.workbench.console.progress import Progress
 from oktopk.workbench.console.tables import Column, Row, byte_count, elements, figure, milliseconds
 from oktopk.workbench.console.words import UsageError
 from oktopk.workbench.worlds import links as netns
-from oktopk.workbench.worlds.place import Job, Place, Tell
+from oktopk.workbench.worlds.jobs import Job, Station, Tell
 from oktopk.workbench.worlds.world import BenchWorld, WorkerFailed
 
 ALONE, BASELINE = "no-communication", "ddp-dense"
@@ -121,19 +121,19 @@ FOOTNOTE = "stages run beside backward, one bucket after the other: they need no
 # --- in the workers
 
 
-def measure(place: Place, options: Options, job: Job, tell: Tell) -> dict[str, Any]:
+def measure(station: Station, options: Options, job: Job, tell: Tell) -> dict[str, Any]:
     """Forward, backward, optimizer step; a barrier before each, so that a rank waits for nobody's earlier step."""
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
     name: str = job["contender"]
-    task = make_task(job["task"], place.rank, device, options.tiny)
+    task = make_task(job["task"], station.rank, device, options.tiny)
     stats: list[StepStats] = []
     model, close = _wrap(name, task.model, options, job["density"], stats)
     optimizer = torch.optim.SGD(task.model.parameters(), lr=1e-3, momentum=0.9)
     warmup = max(options.warmup, bench_peers.POWERSGD_DENSE_STEPS + 1 if name == "powersgd" else 1)
     seconds: list[float] = []
     for step in range(warmup + options.steps):
-        tell(f"P = {place.size}, {job['task']}, {name}: step {step + 1} of {warmup + options.steps}")
+        tell(f"P = {station.size}, {job['task']}, {name}: step {step + 1} of {warmup + options.steps}")
         if step == warmup:
             stats.clear()
         bench_peers.barrier()

@@ -17,9 +17,9 @@ import torch
 from oktopk.workbench.bench import allreduce, model, raw_link, soak, train_run, training
 from oktopk.workbench.bench import peers as bench_peers
 from oktopk.workbench.bench.options import Options
-from oktopk.workbench.worlds.place import Job, Place, Tell
+from oktopk.workbench.worlds.jobs import Job, Station, Tell
 
-_MEASURES: Mapping[str, Callable[[Place, Options, Job, Tell], Any]] = {
+_MEASURES: Mapping[str, Callable[[Station, Options, Job, Tell], Any]] = {
     "allreduce": allreduce.measure,
     "model": model.measure,
     "raw_link": raw_link.measure,
@@ -31,23 +31,23 @@ _MEASURES: Mapping[str, Callable[[Place, Options, Job, Tell], Any]] = {
 
 def main(given: dict[str, Any]) -> None:
     events = _own_stdout()
-    place = Place(given["rank"], given["size"], tuple(given["addresses"]))
+    station = Station(given["rank"], given["size"], tuple(given["addresses"]))
     torch.set_num_threads(1)
     jobs = _jobs()
-    bench_peers.join(given["store"], place.rank, place.size, given["timeout_s"])
+    bench_peers.join(given["store"], station.rank, station.size, given["timeout_s"])
 
     def say(event: dict[str, Any]) -> None:
         events.write(json.dumps(event) + "\n")
         events.flush()
 
     def tell(text: str) -> None:
-        if place.rank == 0:
+        if station.rank == 0:
             say({"progress": text})
 
     while True:
         job = jobs.get()
         try:
-            say({"result": _MEASURES[job["what"]](place, Options.of(job["options"]), job, tell)})
+            say({"result": _MEASURES[job["what"]](station, Options.of(job["options"]), job, tell)})
         except Exception as error:
             traceback.print_exc()
             say({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"})

@@ -92,10 +92,10 @@ def measure_machine(comm: Communicator, device: torch.device, n: int, kernels: K
     home = comm.home(device)
     on_home = make_kernels(kernels).on(home)
     step, chosen = _step_cost(comm, device, min(n, _LARGEST), kernels)
-    packed = [_packed(on_home, count, home) for count in _PAIRS]
-    encode = _cost(comm, [lambda v=v: wire.encode(v, kernels=on_home) for v, _ in packed])
-    decode = _cost(comm, [lambda v=v, b=b: wire.decode(b, v.length, on_home) for v, b in packed])
-    twice = _cost(comm, [lambda v=v: on_home.sum([v, v]) for v, _ in packed])
+    encoded = [_encoded(on_home, count, home) for count in _PAIRS]
+    encode = _cost(comm, [lambda v=v: wire.encode(v, kernels=on_home) for v, _ in encoded])
+    decode = _cost(comm, [lambda v=v, b=b: wire.decode(b, v.length, on_home) for v, b in encoded])
+    twice = _cost(comm, [lambda v=v: on_home.sum([v, v]) for v, _ in encoded])
     total = Cost(twice.call_s / 2, twice.item_s / 2)  # of each of the two
     return Machine(step, chosen, encode, decode, total)
 
@@ -150,7 +150,7 @@ def _dense_byte_seconds(comm: Communicator, device: torch.device, n: int, latenc
 def _round_seconds(comm: Communicator, home: torch.device) -> float:
     """With a little work between two rounds, as in a reduction: ranks never arrive at the same moment."""
     small = torch.zeros(1, dtype=torch.int64, device=home)
-    work, _ = _packed(make_kernels("auto").on(home), _PAIRS[0], home)
+    work, _ = _encoded(make_kernels("auto").on(home), _PAIRS[0], home)
 
     def working(exchange: Callable[[], None]) -> None:
         for _ in range(_ROUNDS):
@@ -187,7 +187,7 @@ def _cost(comm: Communicator, calls: Sequence[Callable[[], object]]) -> Cost:
     return Cost(max(0.0, few - _PAIRS[0] * item_s), item_s)
 
 
-def _packed(kernels: Kernels, count: int, home: torch.device) -> tuple[SparseVector, Tensor]:
+def _encoded(kernels: Kernels, count: int, home: torch.device) -> tuple[SparseVector, Tensor]:
     generator = torch.Generator().manual_seed(count)
     length = 100 * count
     indices = torch.randperm(length, generator=generator)[:count].sort().values.to(home)

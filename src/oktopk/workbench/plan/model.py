@@ -74,9 +74,9 @@ class Machine:
     """By vector and pair."""
 
     def seconds(self, work: Work) -> float:
-        """How long it takes to pack, unpack and add up so much."""
-        packing = self.encode.of(*work.encoded) + self.decode.of(*work.decoded)
-        return packing + self.sum.of(*work.summed) + self.chosen_s * work.chosen
+        """How long it takes to encode, decode and add up so much."""
+        coding = self.encode.of(*work.encoded) + self.decode.of(*work.decoded)
+        return coding + self.sum.of(*work.summed) + self.chosen_s * work.chosen
 
     def slower(self, factor: float) -> Machine:
         costs = (cost.slower(factor) for cost in (self.encode, self.decode, self.sum))

@@ -1,4 +1,4 @@
-"""What a worker knows when it measures."""
+"""What a worker that stays for several jobs is told."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A worker among the others."""
+class Station:
+    """A worker's number among the others, and where each of them is."""
 
     rank: int
     size: int

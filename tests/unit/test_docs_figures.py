@@ -699,7 +699,7 @@ CLAIMS = (
         "grow with P: {}k on 2 workers, {}k on 64",
         lambda: [moved("topkA", ranks, "applied") for ranks in (2, 64)],
     ),
-    Claim(PLANNING, "packs a buffer for every other ({} ms)", lambda: [calibrated("encode")]),
+    Claim(PLANNING, "encodes a buffer for every other ({} ms)", lambda: [calibrated("encode")]),
     Claim(
         CONVERGENCE,
         "All runs are short ({} to {} steps)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -118,6 +119,7 @@ class ReductionThread:
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._end.atexit = False
+        _alive.add(self)
 
     def submit(
         self,
@@ -158,8 +160,23 @@ class ReductionThread:
 
     def close(self) -> None:
         """Finish what was handed in, then end the thread. Harmless when repeated."""
+        self.end(None)
+
+    def end(self, patience_s: float | None) -> None:
+        """As `close`, waiting no longer than that."""
         self._end()
-        self._thread.join()
+        self._thread.join(patience_s)
+
+
+_alive: weakref.WeakSet[ReductionThread] = weakref.WeakSet()
+_EXIT_PATIENCE_S = 5.0
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads before the interpreter goes: one that is stopped in the middle of C++ code aborts the process."""
+    for thread in list(_alive):
+        thread.end(_EXIT_PATIENCE_S)
 
 
 def _serve(jobs: queue.SimpleQueue[Ticket | None], failure_of_owner: weakref.ref[_Failure]) -> None:

@@ -52,16 +52,20 @@ def settle(models: list[weakref.ref[nn.Module]], threads: int) -> Left:
     }
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+
+
 def wrapped(steps: int, settings: dict[str, Any]) -> nn.Module:
     """Trained a little and let go of; the model is returned so that the caller is the last to hold it."""
     model = Net()
     optimizer = oktopk.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **(SPARSE | settings)
     )
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
-        optimizer.step()
+    train(model, optimizer, steps)
     return model
 
 
@@ -69,10 +73,7 @@ def attached(steps: int, settings: dict[str, Any]) -> nn.Module:
     model = DDP(Net(), bucket_cap_mb=TINY_BUCKETS, find_unused_parameters=bool(settings.get("momentum_correction")))
     oktopk.attach(model, **(SPARSE | settings))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
-        optimizer.step()
+    train(model, optimizer, steps)
     return model
 
 
@@ -80,10 +81,7 @@ def paired(steps: int, settings: dict[str, Any]) -> nn.Module:
     model = DDP(Net(), bucket_cap_mb=TINY_BUCKETS)
     model.register_comm_hook(oktopk.HookState(**(SPARSE | settings)), oktopk.hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
-        optimizer.step()
+    train(model, optimizer, steps)
     return model
 
 
@@ -93,10 +91,7 @@ def dropped_midway(steps: int, settings: dict[str, Any]) -> nn.Module:
     optimizer = oktopk.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **(SPARSE | settings)
     )
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
-        optimizer.step()
+    train(model, optimizer, steps)
     optimizer.zero_grad()
     loss_of(model, dist.get_rank(), 99).backward()
     return model

@@ -6,9 +6,10 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any, Literal, Unpack, get_args
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from oktopk.bucket import Bucket, Layout, Slot
@@ -18,6 +19,8 @@ from oktopk.comm.base import Communicator
 from oktopk.comm.counting import CountingCommunicator
 from oktopk.feedback.momentum import Momentum
 from oktopk.feedback.residual import Owed, Residual, write_mean
+from oktopk.feedback.update import Update
+from oktopk.kernels.base import Seen, UpdateRule
 from oktopk.lanes import Lanes
 from oktopk.metrics.meter import Cost, Meter
 from oktopk.metrics.step_stats import StepStats
@@ -27,11 +30,13 @@ from oktopk.reduce.dense import Dense
 from oktopk.reduce.description import ReducerFactory
 from oktopk.registry import describe, make_communicator, make_kernels
 from oktopk.schedule import NEVER, Outline, Schedule
+from oktopk.select.base import Accumulated
 from oktopk.settings import Settings, SettingsKeywords, lists_settings, settings_from
 
 logger = logging.getLogger("oktopk")
 Listener = Callable[[StepStats], None]
 Watcher = Callable[[int, Bucket], None]
+Exchanges = Literal["gradients", "updates"]
 _FORMAT = 3
 _PARTS = {"step": int, "num_skipped_steps": int, "feedback": Mapping, "reducers": Mapping}
 
@@ -46,6 +51,7 @@ class AllReducer:
         settings: What it was made with.
         reducer: The name of its reducer.
         comm: Its communicator.
+        exchanges: What its buckets hold, "gradients" or "updates".
         step: The step that is under way or comes next, counted from 0.
         num_skipped_steps: Steps that all ranks left out because of NaN or Inf.
         last_step_skipped: Whether the last step was one of them.
@@ -64,6 +70,7 @@ class AllReducer:
         *,
         comm: str | Communicator | Callable[[float], Communicator] = "auto",
         trainer: MetricLists | None = None,
+        exchanges: Exchanges = "gradients",
         settings: Settings | None = None,
         **keywords: Unpack[SettingsKeywords],
     ) -> None:
@@ -75,12 +82,17 @@ class AllReducer:
                 one rank), "torch", "mpi"; a function that makes a Communicator from `timeout_s`; or a Communicator,
                 which stays yours.
             trainer: Its lists `sparsities`, `compression_ratios` and `communication_sizes` are filled.
+            exchanges: "gradients": a dense step applies all that is owed. "updates": buckets hold changes of the
+                parameters, or gradients with an `update` that makes them so. A dense step then leaves what is owed as
+                it is: changes that are hundreds of steps old do harm when they are applied at once.
             settings: All settings in one object; or give them as keywords, which override it:
             **keywords: See Settings.
 
         Raises:
             ValueError: An unknown name or setting, or a value that cannot be.
         """
+        if exchanges not in get_args(Exchanges):
+            raise ValueError(f"exchanges={exchanges!r}: must be 'gradients' or 'updates'")
         if not (isinstance(reducer, str) or callable(reducer)):
             raise ValueError(f"reducer={reducer!r}: must be a name or a function that makes a Reducer")
         self.settings = settings_from(settings, keywords)
@@ -96,8 +108,12 @@ class AllReducer:
             comm = make_communicator(comm, self.settings.timeout_s)
         inner = comm(self.settings.timeout_s) if callable(comm) else comm
         self.comm = CountingCommunicator(inner, self._meter.record)
+        self.exchanges: Exchanges = exchanges
         momentum = self.settings.momentum_correction
-        self._feedback = Residual(self._kernels, Momentum(momentum) if momentum else None)
+        if momentum and exchanges == "updates":
+            raise ValueError(f"momentum_correction={momentum!r}: updates hold their momentum already; set it to 0")
+        self._correction = UpdateRule(momentum=momentum) if momentum else None
+        self._feedback = Residual(self._kernels, Momentum("sent" if exchanges == "gradients" else "applied"))
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
         self._lanes = Lanes(factory, self.settings, self._kernels, self.comm, self._meter)
@@ -154,7 +170,8 @@ class AllReducer:
     def compress_from(self, step: int | None) -> None:
         """From this step on steps are sparse, whatever `warmup_steps` says; None: none is, until this is called again.
 
-        To be called between two steps, on all ranks alike. A dense step applies all that is owed.
+        To be called between two steps, on all ranks alike. A dense step applies all that is owed; where updates are
+        exchanged, it leaves what is owed as it is.
         """
         self._schedule.decided_first_sparse_step = NEVER if step is None else step
 
@@ -171,6 +188,7 @@ class AllReducer:
             "reducer": self.reducer,
             "rank": self.comm.rank,
             "size": self.comm.size,
+            "exchanges": self.exchanges,
             "step": self.step,
             "num_skipped_steps": self.num_skipped_steps,
             "compress_from": self._schedule.decided_first_sparse_step,
@@ -187,13 +205,21 @@ class AllReducer:
         Raises:
             ValueError: The state of another rank, world or reducer, or a damaged one; nothing was changed.
         """
-        mine = {"format": _FORMAT, "reducer": self.reducer, "rank": self.comm.rank, "size": self.comm.size}
+        mine = {
+            "format": _FORMAT, "reducer": self.reducer, "rank": self.comm.rank, "size": self.comm.size,
+            "exchanges": self.exchanges,
+        }  # fmt: skip
         for key, expected in mine.items():
-            if state.get(key) != expected:
-                raise ValueError(f"saved state has {key}={state.get(key)!r}, this AllReducer has {expected!r}")
+            found = state.get(key, "gradients" if key == "exchanges" else None)  # older states do not say
+            if found != expected:
+                raise ValueError(f"saved state has {key}={found!r}, this AllReducer has {expected!r}")
         for key, kind in _PARTS.items():
             if not isinstance(state.get(key), kind):
                 raise ValueError(f"saved state has {key}={state.get(key)!r}: it is damaged; load an earlier one")
+        if state["feedback"].get("velocity") and self._correction is None and self.exchanges == "gradients":
+            raise ValueError(
+                "the saved state has momentum correction, these settings have not: set momentum_correction"
+            )
         for settle, _ in self._on_load:
             settle()
         self._feedback.load_state_dict(state["feedback"])
@@ -227,8 +253,13 @@ class AllReducer:
 
     # --- the way of a gradient
 
-    def reduce(self, bucket: Bucket) -> StepStats:
+    def reduce(self, bucket: Bucket, update: Update | None = None) -> StepStats:
         """Overwrite `bucket.flat` with the mean over all ranks of what is applied in this step.
+
+        Args:
+            bucket: This rank's values.
+            update: Makes a change of the parameters of the gradient that the bucket holds, where this AllReducer
+                exchanges updates. The bucket then holds the mean change afterwards, in fp32.
 
         Returns:
             What it did and cost.
@@ -241,7 +272,7 @@ class AllReducer:
         self.busy = True
         if self._skipping:
             return self._skip(bucket, Cost())
-        started = self._started.pop(bucket.layout, None) or self._start(bucket)
+        started = self._started.pop(bucket.layout, None) or self._start(bucket, update)
         owed, cost = started.owed, started.cost
         with self._meter.measure(cost):
             with self._meter.stage("combine" if started.reducer is self._dense else "select"):
@@ -257,14 +288,18 @@ class AllReducer:
                 rounding = write_mean(reduction.mean, bucket.flat, self._kernels)
                 left = self._feedback.retain(owed, reduction, rounding)
         self._guard.after(self.step, bucket, left, self.comm)
+        if update is not None and owed.apart:
+            with self._meter.measure(cost), self._meter.stage("apply"):
+                update.learn(bucket.flat, verdict.unused)
+                bucket.flat.copy_(self._feedback.follow(owed, bucket.flat, update.rule(), self.comm))
         if self.settings.nonfinite == "raise":
             self._feedback.commit()
-        return self._tell(bucket, started.k, reduction, cost, verdict.unused)
+        return self._tell(bucket, started, reduction, verdict.unused)
 
-    def prepare(self, bucket: Bucket) -> None:
+    def prepare(self, bucket: Bucket, update: Update | None = None) -> None:
         """Optional, before `reduce` of the same bucket: let a GPU begin with it while another one is exchanged."""
-        if not self._skipping:
-            self._started[bucket.layout] = self._start(bucket)
+        if not self._skipping and not (update is not None and update.wants_mean):  # which others must take part in
+            self._started[bucket.layout] = self._start(bucket, update)
 
     def end_step(self) -> None:
         """After the last bucket of a step."""
@@ -279,7 +314,7 @@ class AllReducer:
         self.step += 1
         self.busy = False
 
-    def _start(self, bucket: Bucket) -> _Started:
+    def _start(self, bucket: Bucket, update: Update | None) -> _Started:
         """Add up what is owed, looking out for what is worth sending."""
         if bucket.missing:
             for slot in bucket.slots:
@@ -290,11 +325,30 @@ class AllReducer:
         lane = self._lanes.of(bucket)
         is_dense = self._schedule.phase(self.step, bucket) == "dense"
         k = bucket.numel if is_dense else self.settings.k_at(self.step, bucket.numel)
-        cost = Cost()
-        with self._meter.measure(cost):
-            limit = largest_safe(self.comm.size)
-            owed = self._feedback.compensate(bucket, lane.selector, 0 if is_dense else k, limit)
-        return _Started(self._dense if is_dense else lane.reducer, k, owed, cost)
+        limit = largest_safe(self.comm.size)
+        started = _Started(self._dense if is_dense else lane.reducer, k)
+        with self._meter.measure(started.cost):
+            if is_dense and self.exchanges == "updates":
+                started.owed = self._feedback.set_apart(bucket, lane.selector, limit)
+                return started
+            rule = self._correction
+            if update is not None:
+                started.refreshed = update.wants_mean and self._exchange_mean(bucket, update)
+                rule = update.rule()
+            started.owed = self._feedback.compensate(bucket, lane.selector, 0 if is_dense else k, limit, rule)
+        return started
+
+    def _exchange_mean(self, bucket: Bucket, update: Update) -> bool:
+        """Exchange the mean gradient beside the update; left out where it is not finite: the reduction then says so."""
+        gradient = bucket.flat.detach().to(torch.float32)
+        largest = Seen(float(gradient.abs().max()), None)
+        with self._meter.meeting():
+            verdict = agree(bucket, Accumulated(gradient, seen=lambda: largest), self.comm)
+        if not verdict.nonfinite:
+            mean = self._dense.reduce(Accumulated(gradient), self.comm, bucket.numel).mean
+            with self._meter.stage("apply"):
+                update.learn(mean, verdict.unused)
+        return not verdict.nonfinite
 
     def _refuse(self, bucket: Bucket, verdict: Verdict, cost: Cost) -> StepStats:
         """Every rank comes here in the same step."""
@@ -328,13 +382,14 @@ class AllReducer:
         self._untold.append(stats)
         return stats
 
-    def _tell(self, bucket: Bucket, k: int, reduction: Reduction, cost: Cost, unused: tuple[Slot, ...]) -> StepStats:
+    def _tell(self, bucket: Bucket, started: _Started, reduction: Reduction, unused: tuple[Slot, ...]) -> StepStats:
+        cost = started.cost
         stats = StepStats(
             step=self.step,
             bucket=bucket.name,
             phase=reduction.phase,
             n=bucket.numel,
-            k=k,
+            k=started.k,
             local_count=reduction.local_count,
             global_count=reduction.global_count,
             local_threshold=reduction.local_threshold,
@@ -342,6 +397,7 @@ class AllReducer:
             **cost.traffic.counts(),
             seconds=cost.seconds,
             unused=tuple(slot.name for slot in unused),
+            refreshed=started.refreshed,
         )
         self._untold.append(stats)
         if self.settings.nonfinite == "raise":  # else nobody knows before the end of the step whether it counts
@@ -357,14 +413,16 @@ class AllReducer:
                 listener(stats)
 
 
-@dataclass
 class _Started:
     """A bucket whose gradient was added to what is owed."""
 
-    reducer: Reducer
-    k: int
     owed: Owed
-    cost: Cost = field(default_factory=Cost)
+
+    def __init__(self, reducer: Reducer, k: int) -> None:
+        self.reducer = reducer
+        self.k = k
+        self.cost = Cost()
+        self.refreshed = False
 
 
 def _add(calls: OrderedDict[int, Any], call: Callable[..., None]) -> RemovableHandle:

@@ -5,6 +5,7 @@ The oracles are numpy and plain Python, written from the docstrings: all impleme
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import sys
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.kernels.base import Kernels, Seen, Velocity
+from oktopk.kernels.base import Kernels, Seen, UpdateRule, Velocity
 from oktopk.kernels.by_device import DeviceKernels
 from oktopk.kernels.torch_ops import TorchKernels, hash_words
 from oktopk.registry import make_kernels
@@ -351,7 +352,7 @@ def check_velocity(
     with np.errstate(all="ignore"):
         sums = moved if owed is None else owed + moved
     for room in (n, 0):
-        velocity = Velocity(stored, new, momentum)
+        velocity = Velocity(stored, new, UpdateRule(momentum=momentum))
         seen, out = accumulate(place, residual, gradient, floor, room, offsets[3], velocity)
         assert bits(new) == bits(moved)
         assert set(around(new)) == {UNTOUCHED}
@@ -402,7 +403,7 @@ def test_nan_and_inf_pass_through_a_velocity_to_be_found(
     old = put(np.ones(131, dtype=np.float32), place.device) if has_moved else None
     for floor in (0.0, 1.0, LARGEST, math.inf):
         new = torch.empty(131, device=place.device)
-        velocity = Velocity(old, new, 0.9)
+        velocity = Velocity(old, new, UpdateRule(momentum=0.9))
         seen, out = accumulate(place, residual, put(raw, place.device), floor, 131, velocity=velocity)
         assert not seen.largest <= LARGEST
         assert not math.isfinite(float(new[at]))
@@ -415,9 +416,107 @@ def test_a_velocity_that_overflows_is_found(place: Place) -> None:
     for old, raw, owed in ((LARGEST, LARGEST, 0.0), (-LARGEST, -LARGEST / 2, 1.0), (math.inf, 1.0, -math.inf)):
         for n in (1, 64, 70):
             residual, stored, gradient = (put(np.full(n, x, np.float32), place.device) for x in (owed, old, raw))
-            velocity = Velocity(stored, torch.empty(n, device=place.device), 0.9)
+            velocity = Velocity(stored, torch.empty(n, device=place.device), UpdateRule(momentum=0.9))
             seen, _ = accumulate(place, residual, gradient, 1.0, n, velocity=velocity)
             assert not seen.largest <= LARGEST
+
+
+def changed(rule: UpdateRule, push: np.ndarray, velocity: np.ndarray, factor: np.ndarray | None) -> np.ndarray:
+    """What a rule makes of a velocity, product by product."""
+    with np.errstate(all="ignore"):
+        change = fused(rule.momentum, velocity, push) if rule.nesterov else velocity
+        change = change * np.float32(rule.scale)
+        if factor is not None:
+            change = change * factor
+        too_large = np.isfinite(change) & (np.abs(change) > np.float32(rule.cap))
+        return np.where(too_large, np.copysign(np.float32(rule.cap), change), change).astype(np.float32)
+
+
+def check_rule(
+    place: Place,
+    rule: UpdateRule,
+    raw: np.ndarray,
+    old: np.ndarray | None,
+    owed: np.ndarray | None,
+    factor: np.ndarray | None,
+    floor: float,
+    offsets: tuple[int, ...] = (0, 0, 0, 0, 0),
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    n = len(raw)
+    gradient = put(raw, place.device, offsets[0], dtype)
+    new = put(np.full(n, -5.0, dtype=np.float32), place.device, offsets[1])
+    stored = None if old is None else put(old, place.device, offsets[2])
+    residual = None if owed is None else put(owed, place.device, offsets[3])
+    with np.errstate(all="ignore"):
+        push = as_fp32(gradient) * np.float32(rule.gain)
+        moved = push if old is None else fused(rule.momentum, old, push)
+        change = changed(rule, push, moved, factor)
+        sums = change if owed is None else owed + change
+    on_device = None if factor is None else put(factor, place.device, offsets[4])
+    velocity = Velocity(stored, new, dataclasses.replace(rule, factor=on_device))
+    seen, out = accumulate(place, residual, gradient, floor, n, offsets[3], velocity)
+    assert bits(new) == bits(moved)
+    assert set(around(new)) == {UNTOUCHED}
+    if np.isfinite(sums).all():
+        assert bits(out) == bits(sums)
+        assert_saw(seen, sums, floor, n, place.device)
+    else:  # NaN has more than one pattern
+        assert (as_fp32(out) == sums).tolist() == (sums == sums).tolist()
+        assert not seen.largest <= LARGEST
+
+
+RULES = {
+    "adam": UpdateRule(momentum=0.9, gain=0.1, scale=3e-3, cap=0.25),
+    "adam, never cut": UpdateRule(momentum=0.9, gain=0.1, scale=3e-3),
+    "sgd": UpdateRule(momentum=0.9, scale=0.1),
+    "nesterov": UpdateRule(momentum=0.9, scale=0.1, nesterov=True),
+    "ascent": UpdateRule(momentum=0.5, gain=-1.0, scale=0.3, cap=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("has_factor", [True, False], ids=["factor", "no factor"])
+@pytest.mark.parametrize("n", [1, 63, 64, 129, 300])
+def test_a_rule_is_rounded_product_by_product(
+    place: Place, dtype: torch.dtype, rule: UpdateRule, has_factor: bool, n: int
+) -> None:
+    raw = np.clip(awkward(n, 40), -6e4, 6e4) if dtype == torch.float16 else awkward(n, 40)
+    factor = np.random.default_rng(43).lognormal(sigma=3.0, size=n).astype(np.float32) if has_factor else None
+    for old in (awkward(n, 41), None):
+        for owed in (awkward(n, 42), None):
+            for offsets in ((0, 0, 0, 0, 0), (3, 1, 5, 0, 16), (0, 0, 1, 0, 1)):
+                check_rule(place, rule, raw, old, owed, factor, 0.05, offsets, dtype)
+
+
+@LAW
+@given(data=st.data(), raw=arrays(), floor=FLOORS)
+def test_a_rule_is_exact_for_any_input(place: Place, data: st.DataObject, raw: np.ndarray, floor: float) -> None:
+    others = arrays(len(raw), len(raw))
+    number = st.floats(-4.0, 4.0, width=32)
+    rule = UpdateRule(
+        momentum=data.draw(st.floats(0.0, 1.0, exclude_max=True)),
+        gain=data.draw(number),
+        scale=data.draw(number),
+        nesterov=data.draw(st.booleans()),
+        cap=data.draw(st.sampled_from([math.inf, 1.0]) | st.floats(2.0**-10, 2.0**90, width=32)),
+    )
+    maybe = st.none() | others
+    check_rule(place, rule, raw, data.draw(maybe), data.draw(maybe), data.draw(maybe), floor)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("at", [0, 63, 64, 130])
+def test_a_cap_lets_nan_and_inf_pass_to_be_found(place: Place, bad: float, at: int) -> None:
+    raw, ones = awkward(131, 44), put(np.ones(131, dtype=np.float32), place.device)
+    raw[at] = bad
+    new = torch.empty(131, device=place.device)
+    velocity = Velocity(ones, new, UpdateRule(momentum=0.9, gain=0.1, factor=ones, cap=0.5))
+    seen, out = accumulate(place, ones, put(raw, place.device), math.inf, 131, velocity=velocity)
+    assert not seen.largest <= LARGEST
+    assert (~torch.isfinite(out)).nonzero().flatten().tolist() == [at]
+    assert float(out[torch.isfinite(out)].abs().max()) <= 1.5
 
 
 # --- above, kth_magnitude, histogram

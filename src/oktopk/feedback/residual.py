@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from oktopk.bucket import Bucket, Slot
+from oktopk.comm.base import Communicator
 from oktopk.feedback.momentum import Momentum, put_back
 from oktopk.feedback.named_buffers import NamedBuffers, Spare
-from oktopk.kernels.base import Velocity
+from oktopk.kernels.base import UpdateRule, Velocity
 from oktopk.kernels.by_device import DeviceKernels
 from oktopk.reduce.base import DenseReduction, Reduction
 from oktopk.select.base import Accumulated
@@ -32,6 +33,7 @@ class Owed:
         before: What was owed before this step, None: nothing. Not to be written into.
         velocity: The momentum that went into `acc`.
         held: Parameters that no rank has a gradient for. They take no part in this step.
+        apart: `acc` is this step's alone: what was owed before is left as it is.
     """
 
     bucket: Bucket
@@ -39,6 +41,7 @@ class Owed:
     before: Tensor | None
     velocity: Velocity | None
     held: Sequence[Slot] = ()
+    apart: bool = False
 
     def hold(self, slots: Sequence[Slot]) -> None:
         self.held = slots
@@ -52,21 +55,41 @@ class Residual:
     as it is until `commit`.
     """
 
-    def __init__(self, kernels: DeviceKernels, momentum: Momentum | None = None) -> None:
+    def __init__(self, kernels: DeviceKernels, momentum: Momentum) -> None:
         self._memory = NamedBuffers()
         self._momentum = momentum
         self._kernels = kernels
         self._spare = Spare()
         self._retained: list[tuple[Owed, Tensor | None]] = []
 
-    def compensate(self, bucket: Bucket, selector: BucketSelector, k: int, limit: float) -> Owed:
-        """Add what is owed to the gradient, looking out for the k largest elements and for any beyond `limit`."""
+    def compensate(
+        self, bucket: Bucket, selector: BucketSelector, k: int, limit: float, rule: UpdateRule | None = None
+    ) -> Owed:
+        """Add what is owed to the gradient, looking out for the k largest elements and for any beyond `limit`.
+
+        With a rule, what it makes of the gradient and the velocity takes the gradient's place.
+        """
         gradient = bucket.flat.detach()
         before = self._memory.get(bucket)
         before = None if before is None else before.to(gradient.device)
-        velocity = None if self._momentum is None else self._momentum.advance(bucket)
+        velocity = None if rule is None else self._momentum.advance(bucket, rule)
         acc = selector.accumulate(before, gradient, self._spare.take(gradient), k, limit, velocity)
         return Owed(bucket, acc, before, velocity)
+
+    def set_apart(self, bucket: Bucket, selector: BucketSelector, limit: float) -> Owed:
+        """This step's values alone, which will all be applied: what is owed stays owed."""
+        values = bucket.flat.detach()
+        acc = selector.accumulate(None, values, self._spare.take(values), 0, limit)
+        return Owed(bucket, acc, None, None, apart=True)
+
+    def follow(self, owed: Owed, mean: Tensor, rule: UpdateRule, comm: Communicator) -> Tensor:
+        """In a dense step of updates: let the velocity follow the mean gradient; returns the change to apply."""
+        owed.velocity, change = self._momentum.follow(owed.bucket, mean, rule, comm)
+        for slot in owed.held:
+            put_back(slot, owed.velocity.old, owed.velocity.new)
+            slot.part(change).zero_()
+        self._retained.append((owed, None))
+        return change
 
     def retain(self, owed: Owed, reduction: Reduction, rounding: Update | None) -> Tensor | None:
         """Keep what is still owed, from the next `commit` on; returns it, None for "nothing".
@@ -77,7 +100,10 @@ class Residual:
             rounding: What the applied mean lost to the gradient's dtype, None: nothing. It is the same on all ranks.
         """
         left = owed.acc.values
-        if owed.velocity is not None and self._momentum is not None:
+        if owed.apart:
+            self._spare.give(left)
+            return None
+        if owed.velocity is not None:
             self._momentum.forget(owed.velocity, left, owed.held, reduction)
         if isinstance(reduction, DenseReduction):
             nothing = rounding is None and not owed.held
@@ -94,9 +120,10 @@ class Residual:
 
     def commit(self) -> None:
         for owed, left in self._retained:
-            self._spare.give(self._memory.replace(owed.bucket, left))
-            if owed.velocity is not None and self._momentum is not None:
-                self._momentum.commit(owed.bucket, owed.velocity)
+            if not owed.apart:
+                self._spare.give(self._memory.replace(owed.bucket, left))
+            if owed.velocity is not None:
+                self._momentum.commit(owed.bucket, owed.velocity, own=not owed.apart)
         self._retained.clear()
 
     def roll_back(self) -> None:
@@ -104,18 +131,12 @@ class Residual:
         self._retained.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        velocity = {} if self._momentum is None else {"velocity": self._momentum.state_dict()}
-        return {"residual": self._memory.state_dict(), **velocity}
+        return {"residual": self._memory.state_dict(), **self._momentum.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """ValueError where the state has momentum correction and these settings have not, and for NaN or Inf."""
-        if state.get("velocity") and self._momentum is None:
-            raise ValueError(
-                "the saved state has momentum correction, these settings have not: set momentum_correction"
-            )
+        """ValueError for NaN or Inf."""
         memory = NamedBuffers.load("residual", state["residual"])
-        if self._momentum is not None:
-            self._momentum.load_state_dict(state.get("velocity", {}))
+        self._momentum.load_state_dict(state)
         self._memory = memory
         self._retained.clear()
 

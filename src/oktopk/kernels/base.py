@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,16 +42,35 @@ class Seen:
     """All of them, sorted; None where there were more than there was room for. Of no use where one is NaN or Inf."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule:
+    """How a gradient becomes a change of the parameters. The default, with no momentum, leaves it as it is.
+
+    `velocity = momentum * velocity + gain * gradient`, where only the sum is rounded after the product with `momentum`;
+    `change = velocity * scale * factor`, rounded after each product and cut to a magnitude of at most `cap`.
+    """
+
+    momentum: float
+    gain: float = 1.0
+    scale: float = 1.0
+    nesterov: bool = False
+    """Look ahead: `change` is made from `momentum * velocity + gain * gradient` instead of the velocity."""
+    factor: Tensor | None = None
+    """A factor for each element, the same on all ranks."""
+    cap: float = math.inf
+    """NaN and Inf pass, so that they are noticed."""
+
+
 @dataclass(frozen=True)
 class Velocity:
-    """Momentum on the way in: `new = momentum * old + gradient`, rounded once, takes the gradient's place.
+    """Momentum on the way in: `new` is made from `old` and the gradient, and what the rule asks for is added up.
 
     `old` is None where nothing has moved yet. All are flat, fp32 and of the gradient's length.
     """
 
     old: Tensor | None
     new: Tensor
-    momentum: float
+    rule: UpdateRule
 
 
 class Kernels(Protocol):
@@ -71,9 +91,9 @@ class Kernels(Protocol):
     ) -> Callable[[], Seen]:
         """`out = residual + gradient` (any float dtype), and in the same pass what reached `floor`, put on `home`.
 
-        With `velocity`, its `new` is written and takes the gradient's place. `out` is none of the others. NaN reaches
-        any floor. A GPU works on while others are asked: what was seen is known when the function that is returned is
-        called, on the same stream.
+        With `velocity`, its `new` is written, and the change that its rule makes takes the gradient's place. `out` is
+        none of the others. NaN reaches any floor. A GPU works on while others are asked: what was seen is known when
+        the function that is returned is called, on the same stream.
         """
         ...
 

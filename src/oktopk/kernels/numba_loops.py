@@ -96,36 +96,60 @@ def _adding(past_caches: bool):
 _add_past_caches, _add = _adding(True), _adding(False)
 
 
-def _moving(past_caches: bool):
-    """new = momentum * old + gradient, rounded once; out = residual + new; and which of `out` reach the floor."""
+def _spread(builder, number):
+    """One number in every lane."""
+    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    first = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+
+def _cut_lanes(builder, change, cap):
+    """Where a magnitude is finite and above `cap`, `cap` with its sign."""
+    bits = builder.bitcast(change, _INTS)
+    magnitude = builder.bitcast(builder.and_(bits, ir.Constant(_INTS, [0x7FFFFFFF] * LANES)), _FLOATS)
+    sign = builder.and_(bits, ir.Constant(_INTS, [-0x80000000] * LANES))
+    limit = _spread(builder, cap)
+    infinity = ir.Constant(_FLOATS, [ir.Constant(ir.FloatType(), float("inf"))] * LANES)
+    too_large = builder.and_(
+        builder.fcmp_ordered(">", magnitude, limit), builder.fcmp_ordered("<", magnitude, infinity)
+    )
+    signed = builder.bitcast(builder.or_(builder.bitcast(limit, _INTS), sign), _FLOATS)
+    return builder.select(too_large, signed, change)
+
+
+def _moving(past_caches: bool, has_factor: bool):
+    """The rule of an update for LANES elements, out = residual + change, and which of `out` reach the floor."""
 
     @intrinsic
-    def move(typingctx, residual, gradient, old, new, out, momentum, floor):  # noqa: ARG001
+    def move(typingctx, residual, gradient, old, factor, new, out, momentum, gain, scale, cap, floor):  # noqa: ARG001
         def generate(context, builder, signature, arguments):  # noqa: ARG001
-            residual, gradient, old, new, out, momentum, floor = arguments
-            undefined = ir.Constant(_FLOATS, ir.Undefined)
-            first = builder.insert_element(undefined, momentum, ir.Constant(ir.IntType(32), 0))
-            factor = builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+            residual, gradient, old, factor, new, out, momentum, gain, scale, cap, floor = arguments
             loaded = [builder.load(_vector_at(builder, pointer), align=4) for pointer in (residual, gradient, old)]
             fma = cgutils.get_or_insert_function(
                 builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{LANES}f32"
             )
-            velocity = builder.call(fma, [loaded[2], factor, loaded[1]])
-            total = builder.fadd(loaded[0], velocity)
+            push = builder.fmul(loaded[1], _spread(builder, gain))
+            velocity = builder.call(fma, [loaded[2], _spread(builder, momentum), push])
+            change = builder.fmul(velocity, _spread(builder, scale))
+            if has_factor:
+                change = builder.fmul(change, builder.load(_vector_at(builder, factor), align=4))
+                change = _cut_lanes(builder, change, cap)
+            total = builder.fadd(loaded[0], change)
             for vector, target in ((velocity, new), (total, out)):
                 store = builder.store(vector, _vector_at(builder, target), align=64 if past_caches else 4)
                 if past_caches:
                     store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
             return _reaches(builder, total, floor)
 
-        pointer = types.CPointer(types.float32)
-        inputs = (pointer, pointer, pointer, pointer, pointer, types.float32, types.int32)
+        pointer, number = types.CPointer(types.float32), types.float32
+        inputs = (*(pointer,) * 6, *(number,) * 4, types.int32)
         return types.uint64(*inputs), generate
 
     return move
 
 
-_move_past_caches, _move = _moving(True), _moving(False)
+_move_past_caches, _move = _moving(True, False), _moving(False, False)
+_update_past_caches, _update = _moving(True, True), _moving(False, True)
 
 
 @intrinsic
@@ -190,30 +214,51 @@ def accumulate(residual, gradient, out, past_caches, floor, indices, values):
     return count, largest
 
 
+@njit(nogil=True, inline="always")
+def _changed(velocity, scale, factor, at, cap):
+    """One element's change. No `factor`, no `cap`."""
+    change = velocity * scale
+    if factor.size:
+        change = change * factor[at]
+        magnitude = abs(change)
+        if magnitude > cap and magnitude < np.inf:
+            change = cap if change > 0 else -cap
+    return change
+
+
 @compiled
-def accumulate_velocity(residual, gradient, out, old, new, momentum, past_caches, floor, indices, values):
-    """new = momentum * old + gradient and out = residual + new; else as `accumulate`."""
+def accumulate_velocity(
+    residual, gradient, out, old, new, factor, momentum, gain, scale, cap, past_caches, floor, indices, values
+):
+    """The rule of an update, whose `factor` may be empty, and out = residual + change; else as `accumulate`."""
     room, count, largest = indices.size, 0, np.int32(0)
     whole = out.size - out.size % LANES
     for start in range(0, whole, LANES):
-        sources = _address(residual, start), _address(gradient, start), _address(old, start)
-        targets = _address(new, start), _address(out, start)
-        if past_caches:
-            which = _move_past_caches(sources[0], sources[1], sources[2], targets[0], targets[1], momentum, floor)
+        owed, given, before = _address(residual, start), _address(gradient, start), _address(old, start)
+        moved, target = _address(new, start), _address(out, start)
+        if factor.size:
+            each = _address(factor, start)
+            if past_caches:
+                which = _update_past_caches(owed, given, before, each, moved, target, momentum, gain, scale, cap, floor)
+            else:
+                which = _update(owed, given, before, each, moved, target, momentum, gain, scale, cap, floor)
+        elif past_caches:
+            which = _move_past_caches(owed, given, before, given, moved, target, momentum, gain, scale, cap, floor)
         else:
-            which = _move(sources[0], sources[1], sources[2], targets[0], targets[1], momentum, floor)
+            which = _move(owed, given, before, given, moved, target, momentum, gain, scale, cap, floor)
         while which:
             at = start + _lowest_bit(which)
             which &= which - ONE
-            value = residual[at] + _fma(old[at], momentum, gradient[at])
+            velocity = _fma(old[at], momentum, gradient[at] * gain)
+            value = residual[at] + _changed(velocity, scale, factor, at, cap)
             largest = max(largest, _magnitude(value))
             if count < room:
                 indices[count] = at
                 values[count] = value
             count += 1
     for at in range(whole, out.size):
-        new[at] = _fma(old[at], momentum, gradient[at])
-        out[at] = residual[at] + new[at]
+        new[at] = _fma(old[at], momentum, gradient[at] * gain)
+        out[at] = residual[at] + _changed(new[at], scale, factor, at, cap)
         if _magnitude(out[at]) >= floor:
             largest = max(largest, _magnitude(out[at]))
             if count < room:

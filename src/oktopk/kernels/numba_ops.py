@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import numba_loops as loops
-from oktopk.kernels.base import Seen, Velocity, floor_bits, number_of
+from oktopk.kernels.base import Seen, UpdateRule, Velocity, floor_bits, number_of
 from oktopk.kernels.torch_ops import TorchKernels, digits, plain_velocity
 from oktopk.sparse_vector import SparseVector
 
 Array = np.ndarray[Any, Any]
 _CACHE_LINE = 64
+_NO_FACTOR = np.empty(0, dtype=np.float32)
 
 
 class NumbaKernels:
@@ -37,7 +39,7 @@ class NumbaKernels:
     ) -> Callable[[], Seen]:
         indices, values = _space(min(room, out.numel()))
         looking = np.int32(floor_bits(floor)), _array(indices), _array(values)
-        if velocity is not None and (velocity.old is None or residual is None):
+        if velocity is not None and (velocity.old is None or residual is None or not _is_fused(velocity.rule)):
             gradient, velocity = plain_velocity(velocity, gradient), None
         if residual is None:
             out.copy_(gradient)
@@ -47,10 +49,13 @@ class NumbaKernels:
             count, largest = loops.accumulate(*arrays, _on_a_line(out), *looking)
         else:
             assert velocity.old is not None
-            moving = _array(velocity.old), _array(velocity.new), np.float32(velocity.momentum)
+            rule = velocity.rule
+            factor = _NO_FACTOR if rule.factor is None else _array(rule.factor)
+            moving = _array(velocity.old), _array(velocity.new), factor
+            numbers = [np.float32(each) for each in (rule.momentum, rule.gain, rule.scale, rule.cap)]
             arrays = _array(residual), _array(gradient.to(torch.float32)), _array(out)
             past_caches = _on_a_line(out) and _on_a_line(velocity.new)
-            count, largest = loops.accumulate_velocity(*arrays, *moving, past_caches, *looking)
+            count, largest = loops.accumulate_velocity(*arrays, *moving, *numbers, past_caches, *looking)
         candidates = _vector(indices, values, count, out.numel()) if count <= room else None
         seen = Seen(number_of(largest), None if candidates is None else candidates.to(home))
         return lambda: seen
@@ -108,6 +113,10 @@ class NumbaKernels:
 
     def hash_words(self, words: Tensor) -> int:
         return int(np.uint64(loops.hash_words(_array(words))).astype(np.int64))
+
+
+def _is_fused(rule: UpdateRule) -> bool:
+    return not rule.nesterov and (rule.factor is not None or rule.cap == math.inf)
 
 
 def _on_a_line(tensor: Tensor) -> bool:

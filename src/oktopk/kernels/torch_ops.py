@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,9 +37,26 @@ def plain_sum(residual: Tensor | None, gradient: Tensor, out: Tensor) -> None:
 
 
 def plain_velocity(velocity: Velocity, gradient: Tensor) -> Tensor:
-    """Write and return the new velocity."""
-    velocity.new.copy_(gradient)
-    return velocity.new if velocity.old is None else velocity.new.add_(velocity.old, alpha=velocity.momentum)
+    """Write the new velocity, and return the change that its rule makes of it: the velocity itself, or a new tensor."""
+    rule, new = velocity.rule, velocity.new
+    new.copy_(gradient)
+    if rule.gain != 1.0:
+        new.mul_(rule.gain)
+    push = new.clone() if rule.nesterov else new
+    if velocity.old is not None:
+        new.add_(velocity.old, alpha=rule.momentum)
+    change = push.add_(new, alpha=rule.momentum) if rule.nesterov else new
+    if rule.scale != 1.0:
+        change = change * rule.scale
+    if rule.factor is not None:
+        change = change * rule.factor
+    return change if rule.cap == math.inf else _cut(change, rule.cap)
+
+
+def _cut(change: Tensor, cap: float) -> Tensor:
+    magnitude = change.abs()
+    too_large = (magnitude > cap) & (magnitude < math.inf)
+    return torch.where(too_large, torch.full_like(change, cap).copysign_(change), change)
 
 
 class TorchKernels:

@@ -26,6 +26,7 @@ class StepStats:
         seconds: Wall-clock seconds by stage, see `oktopk.metrics.meter.STAGES`; together the time of the reduction.
         skipped: The step was skipped on all ranks; nothing was applied.
         unused: Parameters that no rank had a gradient for; nothing was applied to them.
+        refreshed: The mean gradient was exchanged beside a sparse update; the bytes hold both.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepStats:
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped: bool = False
     unused: tuple[str, ...] = ()
+    refreshed: bool = False
 
     @property
     def sparsity(self) -> float:
@@ -57,4 +59,5 @@ class StepStats:
     @property
     def communication_size(self) -> int:
         """Bytes by the users' definition: 4 for each dense element, 8 for each sparse one that was applied."""
-        return 4 * self.n if self.phase == "dense" else 8 * self.global_count
+        sparse = 0 if self.phase == "dense" else 8 * self.global_count
+        return sparse + (4 * self.n if self.phase == "dense" or self.refreshed else 0)

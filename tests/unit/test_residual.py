@@ -351,9 +351,7 @@ def test_residuals_follow_their_parameters_through_a_rebuild(make: Make, layouts
                 apply_at(feedback, owed, sent)
             feedback.commit()
     for kind, part in tensors(steady).items():
-        assert {n: v.tolist() for n, v in tensors(rebuilt)[kind].items()} == {
-            n: v.tolist() for n, v in part.items()
-        }
+        assert {n: v.tolist() for n, v in tensors(rebuilt)[kind].items()} == {n: v.tolist() for n, v in part.items()}
         assert any(any(v.tolist()) for v in part.values())
 
 

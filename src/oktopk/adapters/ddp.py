@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from oktopk.adapters.grouped import check_norm_clip, remove_all
 from oktopk.adapters.grouping import clip_
-from oktopk.adapters.optimizer import check_norm_clip, remove_all
 from oktopk.adapters.reduction_thread import ReductionThread, mark, weakly
 from oktopk.allreducer import AllReducer
 from oktopk.bucket import Bucket, Layout

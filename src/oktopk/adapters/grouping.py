@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ class Group:
 
     def __post_init__(self) -> None:
         pairs = zip(self.layout.slots, self.parameters, strict=True)
-        self._views = [slot.part(self.flat).view(parameter.shape) for slot, parameter in pairs]
+        self.views = [slot.part(self.flat).view(parameter.shape) for slot, parameter in pairs]
+        """Each parameter's part of `flat`, in its shape."""
         self._versions: list[int | None] = []
 
     @property
@@ -54,7 +55,7 @@ class Group:
         for slot, gradient in zip(self.layout.slots, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 raise ValueError(f"{slot.name!r} has a gradient of {gradient.layout}: only dense ones can be reduced")
-        _copy(self._views, gradients)
+        _copy(self.views, gradients)
         return Bucket(self.flat, self.layout, missing, self.dense)
 
     def hand_back(self, unused: frozenset[str]) -> None:
@@ -65,22 +66,35 @@ class Group:
                     f"the gradient of {slot.name!r} was changed while it was being reduced: call synchronize() "
                     "before you clip or scale gradients, then step()"
                 )
-        for slot, parameter, view in zip(self.layout.slots, self.parameters, self._views, strict=True):
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
             if slot.name in unused:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.empty_like(view)
-        _copy([p.grad for p in self.parameters], self._views)
+        _copy([p.grad for p in self.parameters], self.views)
 
 
-def make_groups(named: Named, cap_mb: float, dense_vectors: bool = False) -> list[Group]:
+def make_groups(
+    named: Named,
+    cap_mb: float,
+    dense_vectors: bool = False,
+    apart: Callable[[Parameter], object] = lambda _: None,
+    dtype: torch.dtype | None = None,
+) -> list[Group]:
     """Last parameters first, as backward produces them; a group holds one dtype on one device, up to the cap.
 
-    `dense_vectors`: parameters of one dimension, which are biases and norm layers, go last, in groups that stay dense.
+    Args:
+        named: The parameters.
+        cap_mb: The largest group, in MiB.
+        dense_vectors: Parameters of one dimension (biases, norm layers) go last, in groups that stay dense.
+        apart: Parameters for which this differs never share a group.
+        dtype: What the groups' values travel in; None: the parameters' own.
     """
     vectors = [(name, p) for name, p in named if dense_vectors and p.dim() <= 1]
     others = [(name, p) for name, p in named if not (dense_vectors and p.dim() <= 1)]
-    return [*_groups(others, cap_mb, dense=False), *_groups(vectors, cap_mb, dense=True)]
+    members = [(each, False) for each in _members(others, cap_mb, apart)]
+    members += [(each, True) for each in _members(vectors, cap_mb, apart)]
+    return [_group(each, dense, dtype) for each, dense in members]
 
 
 def clip_(gradients: Sequence[Tensor], limit: float) -> None:
@@ -97,12 +111,12 @@ def clip_(gradients: Sequence[Tensor], limit: float) -> None:
             gradient.mul_(limit / norm)
 
 
-def _groups(named: Named, cap_mb: float, dense: bool) -> list[Group]:
-    """Groups fill up side by side, one for each dtype and device, and stand in the order in which they become full."""
+def _members(named: Named, cap_mb: float, apart: Callable[[Parameter], object]) -> list[Named]:
+    """Groups fill up side by side, one for each kind, and stand in the order in which they become full."""
     full: list[Named] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[Named, float]] = {}
+    filling: dict[object, tuple[Named, float]] = {}
     for name, parameter in reversed(named):
-        kind = parameter.dtype, parameter.device
+        kind = parameter.dtype, parameter.device, apart(parameter)
         size_mb = parameter.numel() * parameter.element_size() / 2**20
         members, room = filling.pop(kind, ([], cap_mb))
         if members and size_mb > room:
@@ -110,13 +124,13 @@ def _groups(named: Named, cap_mb: float, dense: bool) -> list[Group]:
             members, room = [], cap_mb
         members.append((name, parameter))
         filling[kind] = members, room - size_mb
-    return [_group(members, dense) for members in [*full, *(members for members, _ in filling.values())]]
+    return [*full, *(members for members, _ in filling.values())]
 
 
-def _group(members: Named, dense: bool) -> Group:
+def _group(members: Named, dense: bool, dtype: torch.dtype | None) -> Group:
     layout = Layout.of((name, p.numel()) for name, p in members)
     like = members[0][1]
-    flat = torch.zeros(layout.numel, dtype=like.dtype, device=like.device)
+    flat = torch.zeros(layout.numel, dtype=dtype or like.dtype, device=like.device)
     return Group(layout, tuple(p for _, p in members), flat, dense)
 
 

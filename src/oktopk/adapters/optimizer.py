@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
@@ -13,13 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from oktopk.adapters.grouped import (
+    GroupedOptimizer,
+    check_bucket_cap,
+    check_norm_clip,
+    name_of,
+    named_parameters_of,
+)
 from oktopk.adapters.grouping import Group, clip_, make_groups
-from oktopk.adapters.reduction_thread import ReductionThread, Ticket, mark, weakly
-from oktopk.allreducer import AllReducer, Listener
+from oktopk.adapters.reduction_thread import mark
+from oktopk.allreducer import AllReducer
 from oktopk.bucket import Bucket
-from oktopk.comm.base import Communicator, all_gather_int
+from oktopk.comm.base import Communicator
 from oktopk.metrics.trainer_lists import MetricLists
 from oktopk.reduce.description import ReducerFactory
 from oktopk.settings import Settings, SettingsKeywords, lists_settings
@@ -27,7 +30,7 @@ from oktopk.settings import Settings, SettingsKeywords, lists_settings
 logger = logging.getLogger("oktopk")
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(GroupedOptimizer):
     """Wraps any torch optimizer; its own step is what updates the parameters.
 
     While backward runs, each full group of gradients is reduced by a background thread; `step()` waits for them,
@@ -86,34 +89,21 @@ class DistributedOptimizer(Optimizer):
                 name or setting, or a value that cannot be.
         """
         check_norm_clip(norm_clip)
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: must be positive")
+        check_bucket_cap(bucket_cap_mb)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates its closure several times in a step: it cannot be wrapped")
-        named = _named_parameters_of(optimizer, named_parameters)
+        named = named_parameters_of(optimizer, named_parameters)
         self._inner = optimizer
         self._norm_clip = norm_clip
-        self.allreducer = AllReducer(reducer, comm=comm, trainer=trainer, settings=settings, **keywords)
-        _check_same_model(named, self.allreducer.comm)
-        self._warn_of_momentum()
-        self._groups = make_groups(named, bucket_cap_mb, dense_vectors)
-        self._group_of = {id(p): group for group in self._groups for p in group.parameters}
         self.local = False
-        self._thread = ReductionThread()
-        self._lock = threading.Lock()
-        """Autograd calls hooks on one thread for each device."""
-        self._tickets: list[Ticket] = []
         self._unused: set[str] = set()
         self._arrived = False
         """Gradients of this step are there, and their means are not yet."""
         self._synchronized = False
-        self.allreducer.on_load(
-            weakly(self._thread, ReductionThread.settle), weakly(self, DistributedOptimizer._forget_step)
-        )
-        on_gradient = weakly(self, DistributedOptimizer._on_gradient)
-        self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(on_gradient) for _, p in named]
-        self._end = weakref.finalize(self, remove_all, self._hooks)
-        self._end.atexit = False
+        allreducer = AllReducer(reducer, comm=comm, trainer=trainer, settings=settings, **keywords)
+        self._connect(allreducer, named, make_groups(named, bucket_cap_mb, dense_vectors))
+        self._warn_of_momentum()
+        self._watch_gradients(DistributedOptimizer._on_gradient)
 
     # --- a step
 
@@ -126,15 +116,11 @@ class DistributedOptimizer(Optimizer):
         """
         if self._synchronized:
             return
-        self._refuse_strangers()
+        self._refuse_strangers(p for group in self._inner.param_groups for p in group["params"])
         if self._norm_clip is not None:
             clip_([p.grad for group in self._groups for p in group.parameters if p.grad is not None], self._norm_clip)
         with self._lock:
-            for group in self._groups[len(self._tickets) :]:
-                group.input_ready = mark(group.flat.device)
-                self._submit(group)
-            self._tickets.append(self._thread.submit(self.allreducer.end_step, torch.device("cpu")))
-            tickets, self._tickets = self._tickets, []
+            tickets = self._submit_rest()
             self._arrived = False
             for group in self._groups:
                 group.ready.clear()
@@ -184,7 +170,7 @@ class DistributedOptimizer(Optimizer):
         with self._lock:
             if id(parameter) in group.ready or self._synchronized:
                 raise RuntimeError(
-                    f"a second backward() reached {_name_of(parameter, group)!r} before step(): set `local = True` for "
+                    f"a second backward() reached {name_of(parameter, group)!r} before step(): set `local = True` for "
                     "all but the last backward of a step"
                 )
             if self.local:
@@ -199,67 +185,27 @@ class DistributedOptimizer(Optimizer):
             while len(self._tickets) < len(self._groups) and self._groups[len(self._tickets)].is_full:
                 self._submit(self._groups[len(self._tickets)])
 
-    def _refuse_strangers(self) -> None:
-        """A parameter that was frozen when it was wrapped has no place in the groups: it would train on its own."""
-        for param_group in self._inner.param_groups:
-            for parameter in param_group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._group_of:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} got a gradient but required none when the "
-                        "optimizer was wrapped: unfreeze parameters first, then wrap"
-                    )
+    def _reduce(self, group: Group, bucket: Bucket) -> None:
+        del group
+        self._unused.update(self.allreducer.reduce(bucket).unused)
+
+    def _prepare(self, group: Group, bucket: Bucket) -> None:
+        del group
+        self.allreducer.prepare(bucket)
 
     def _submit(self, group: Group) -> None:
         group.mark_versions()
-        filled: list[Bucket] = []
-
-        def prepare() -> None:
-            filled.append(group.fill())
-            self.allreducer.prepare(filled[0])
-
-        def job() -> None:
-            bucket = filled[0] if filled else group.fill()
-            self._unused.update(self.allreducer.reduce(bucket).unused)
-
-        self._tickets.append(
-            self._thread.submit(job, group.flat.device, input_ready=group.input_ready, prepare=prepare)
-        )
+        super()._submit(group)
 
     def _forget_step(self) -> None:
-        """A state was loaded: whatever was under way, or went wrong, is of no account any more."""
         with self._lock:
             for group in self._groups:
                 group.ready.clear()
-            self._tickets.clear()
             self._unused.clear()
             self._synchronized = self._arrived = False
-            self._thread.forget_failure()
+            super()._forget_step()
 
     # --- what users ask for
-
-    def set_trainer(self, trainer: MetricLists) -> None:
-        """From now on fill this trainer's lists."""
-        self.allreducer.set_trainer(trainer)
-
-    def add_listener(self, listener: Listener) -> RemovableHandle:
-        """Call `listener(StepStats)` after every reduction, on the background thread; the handle has `remove()`."""
-        return self.allreducer.add_listener(listener)
-
-    def broadcast_parameters(self, root: int = 0) -> None:
-        """Overwrite the parameters with those of rank `root`. Nothing else is ever broadcast."""
-        with torch.no_grad():
-            for group in self._groups:
-                for parameter in group.parameters:
-                    self.allreducer.comm.broadcast(parameter.data, root)
-
-    def close(self) -> None:
-        """End the background thread and release the communicator. The wrapped optimizer stays usable.
-
-        The garbage collector does the same where nobody calls this.
-        """
-        self._end()
-        self._thread.close()
-        self.allreducer.close()
 
     def training_state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and this rank's residuals, thresholds and regions. Every rank saves its own.
@@ -280,11 +226,6 @@ class DistributedOptimizer(Optimizer):
         """
         self.allreducer.load_state_dict(state["allreducer"])
         self._inner.load_state_dict(state["optimizer"])
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch.amp.GradScaler, whose losses and skipped steps other ranks would know nothing of."""
-        raise RuntimeError("GradScaler does not work with DistributedOptimizer: train in bf16, which needs no scaling")
 
     def _warn_of_momentum(self) -> None:
         settings = self.allreducer.settings
@@ -327,45 +268,3 @@ class DistributedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.allreducer.reducer}, {self._inner!r})"
-
-
-def check_norm_clip(norm_clip: float | None) -> None:
-    if norm_clip is not None and not norm_clip > 0:
-        raise ValueError(f"norm_clip={norm_clip!r}: must be a positive norm, or None for no clipping")
-
-
-def remove_all(hooks: list[RemovableHandle]) -> None:
-    for each in hooks:
-        each.remove()
-
-
-def _name_of(parameter: Tensor, group: Group) -> str:
-    return next(slot.name for slot, p in zip(group.layout.slots, group.parameters, strict=True) if p is parameter)
-
-
-def _named_parameters_of(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
-) -> list[tuple[str, Parameter]]:
-    """The trainable parameters that the optimizer updates, with their names."""
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    named = [(name, p) for name, p in named_parameters if id(p) in wanted]
-    names = [name for name, _ in named]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise ValueError(f"named_parameters holds {twice[0]!r} twice: every parameter needs a name of its own")
-    if len(named) != len(wanted):
-        raise ValueError(
-            f"the optimizer updates {len(wanted)} parameters, named_parameters names {len(named)} of them: "
-            "pass model.named_parameters() of the whole model"
-        )
-    if not named:
-        raise ValueError("the optimizer has no parameter that requires a gradient")
-    return named
-
-
-def _check_same_model(named: list[tuple[str, Parameter]], comm: Communicator) -> None:
-    description = ";".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named)
-    found = all_gather_int(comm, zlib.crc32(description.encode()), named[0][1].device)
-    odd = [rank for rank, value in enumerate(found) if value != found[0]]
-    if odd:
-        raise ValueError(f"rank(s) {odd} hold other parameters (names, shapes or dtypes) than rank 0")

@@ -38,7 +38,23 @@ def test_linear_ends_at_zero() -> None:
     assert 0.0 < rate(9, 0.9, **how) < 0.0011
 
 
-@given(st.sampled_from(["divide", "steps", "linear"]), st.floats(0.5, 20.0))
+def test_cosine_ends_at_a_tenth() -> None:
+    how = {"lr_schedule": "cosine", "num_epochs": 10.0}
+    assert rate(0, 0.0, **how) == pytest.approx(0.1)
+    assert rate(2, 0.5, **how) == pytest.approx(0.01 + 0.09 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rate(5, 0.0, **how) == pytest.approx(0.055)
+    assert 0.01 < rate(9, 0.9, **how) < 0.0101
+    assert rate(10, 0.0, **how) == rate(12, 0.0, **how) == pytest.approx(0.01)
+
+
+def test_cosine_begins_where_the_warm_up_ends() -> None:
+    how = {"lr_schedule": "cosine", "num_epochs": 10.0, "lr_warmup_epochs": 2.0}
+    assert rate(1, 0.0, **how) == pytest.approx(0.05)
+    assert rate(2, 0.0, **how) == pytest.approx(0.1)
+    assert rate(6, 0.0, **how) == pytest.approx(0.055)
+
+
+@given(st.sampled_from(["divide", "steps", "linear", "cosine"]), st.floats(0.5, 20.0))
 @settings(max_examples=40, deadline=None)
 def test_a_warm_up_grows_to_the_full_rate_and_never_beyond(schedule: str, epochs: float) -> None:
     config = make_config({"lr": 0.3, "lr_schedule": schedule, "lr_warmup_epochs": epochs, "lr_milestones": "25"})
@@ -112,7 +128,7 @@ def test_a_setting_of_another_task_is_refused_and_its_owners_named() -> None:
     [
         ({"task": "chess"}, "task='chess': unknown; known: lstman4"),
         ({"hidden_size": 0}, "hidden_size=0: must be at least 1"),
-        ({"lr_schedule": "cosine"}, "lr_schedule='cosine': must be one of divide, steps, linear"),
+        ({"lr_schedule": "sine"}, "lr_schedule='sine': must be one of divide, steps, linear, cosine"),
         ({"lr_milestones": "81;122"}, "lr_milestones='81;122': must be epochs with commas"),
         ({"optimizer": "lion"}, "optimizer='lion': must be one of sgd, adamw"),
         ({"momentum": 1.0}, "momentum=1.0: must be below 1"),

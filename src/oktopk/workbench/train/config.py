@@ -53,7 +53,9 @@ class TrainConfig(Settings):
     epochs: int = _setting(10, "optimisation", "passes over the training data")
     max_steps: int = _setting(0, "optimisation", "stop after this many steps; 0: after the epochs")
     lr: float = _setting(0.01, "optimisation", "learning rate")
-    lr_schedule: str = _setting("divide", "optimisation", "divide (by lr_decay), steps (x0.1 at milestones), linear")
+    lr_schedule: str = _setting(
+        "divide", "optimisation", "divide (by lr_decay), steps (x0.1 at milestones), linear, cosine (to a tenth)"
+    )
     lr_decay: float = _setting(1.01, "optimisation", "divide: the learning rate is divided by this after each epoch")
     lr_milestones: str = _setting("", "optimisation", "steps: epochs at which it becomes a tenth, such as 81,122,155")
     lr_warmup_epochs: float = _setting(0.0, "optimisation", "epochs in which it grows from zero")
@@ -99,7 +101,7 @@ class TrainConfig(Settings):
                 raise ConfigError(f"{key}={value!r}: must be a positive number")
         choices = {
             "comm": COMM_NAMES, "device": DEVICE_NAMES, "optimizer": ("sgd", "adamw"),
-            "lr_schedule": ("divide", "steps", "linear"), "task": tuple(TASKS),
+            "lr_schedule": ("divide", "steps", "linear", "cosine"), "task": tuple(TASKS),
         }  # fmt: skip
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 
@@ -9,6 +10,8 @@ from oktopk.workbench.train.config import TrainConfig
 
 _RAMP_START = 0.25
 """As in deep gradient compression: the first steps of a ramp send a quarter."""
+
+_COSINE_END = 0.1
 
 
 def learning_rate(config: TrainConfig, epoch: int, progress: float, num_epochs: float) -> float:
@@ -36,10 +39,17 @@ def _linear(config: TrainConfig, epoch: int, passed: float, num_epochs: float) -
     return max(0.0, left / max(1e-9, num_epochs - config.lr_warmup_epochs))
 
 
+def _cosine(config: TrainConfig, epoch: int, passed: float, num_epochs: float) -> float:
+    """Half a wave, to a tenth at the end."""
+    left = _linear(config, epoch, passed, num_epochs)
+    return _COSINE_END + (1.0 - _COSINE_END) * (1.0 - math.cos(math.pi * left)) / 2
+
+
 _SCHEDULES: Mapping[str, Callable[[TrainConfig, int, float, float], float]] = {
     "divide": _divide,
     "steps": _steps,
     "linear": _linear,
+    "cosine": _cosine,
 }
 
 

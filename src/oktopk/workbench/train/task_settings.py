@@ -77,15 +77,35 @@ class BertSettings:
 
     def __post_init__(self) -> None:
         _check_dropout(self.dropout)
-        if self.num_heads > 0 and self.hidden_size % self.num_heads:
-            raise UsageError(
-                f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}; change one of them"
-            )
+        _check_heads(self.hidden_size, self.num_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptSettings:
+    hidden_size: int = setting(384, "width of the hidden layers", 1)
+    num_layers: int = setting(6, "hidden layers", 1)
+    num_heads: int = setting(6, "attention heads", 1)
+    dropout: float = setting(0.0, "part of the activations that is dropped in training", 0.0)
+    sequence_length: int = setting(256, "tokens in a sample", 2)
+    tokens: str = setting("bytes", "what a text is cut into: bytes or wordpiece", choices=("bytes", "wordpiece"))
+    vocabulary_size: int = setting(8000, "most tokens of a vocabulary that is made from the training text", 100)
+    batches_per_epoch: int = setting(0, "batches of each worker in an epoch; 0: as many as the text has tokens for", 0)
+    corpus_train: int = setting(400, "training documents of the embedded data", 1)
+    corpus_test: int = setting(40, "held-out documents of the embedded data", 1)
+
+    def __post_init__(self) -> None:
+        _check_dropout(self.dropout)
+        _check_heads(self.hidden_size, self.num_heads)
 
 
 def _check_dropout(dropout: float) -> None:
     if not dropout < 1.0:
         raise UsageError(f"dropout={dropout!r}: must be below 1, or nothing is left to learn from")
+
+
+def _check_heads(hidden_size: int, num_heads: int) -> None:
+    if num_heads > 0 and hidden_size % num_heads:
+        raise UsageError(f"hidden_size={hidden_size}: must be a multiple of num_heads={num_heads}; change one of them")
 
 
 @dataclass(frozen=True)
@@ -110,4 +130,5 @@ TASKS: Mapping[str, TaskInfo] = {
     "lenet": TaskInfo(_IMAGES, LeNetSettings, "mnist"),
     "lstm": TaskInfo("oktopk.workbench.train.tasks.language", LanguageSettings, "ptb"),
     "bert-base": TaskInfo("oktopk.workbench.train.tasks.bert", BertSettings, "wikipedia"),
+    "gpt": TaskInfo("oktopk.workbench.train.tasks.gpt", GptSettings, "text"),
 }

@@ -80,6 +80,25 @@ class ShuffledBatches(_FullBatches):
         return shuffled.reshape(self.num_batches, self._batch_size, self._size)[:, :, self._rank].tolist()
 
 
+class RandomPlaces:
+    """Batches of `batch_size` random places in [0, num_places), each given by (seed, epoch, rank, index) alone."""
+
+    def __init__(self, *, num_places: int, batch_size: int, rank: int, size: int, seed: int) -> None:
+        _check(batch_size, rank, size, seed)
+        if num_places < 1:
+            raise ValueError(f"num_places={num_places!r}: there must be at least one place")
+        self._num_places = num_places
+        self._batch_size = batch_size
+        self._rank = rank
+        self._seed = seed
+
+    def batch(self, epoch: int, index: int) -> list[int]:
+        """This rank's batch number `index` of an epoch."""
+        return (
+            _generator(self._seed, epoch, self._rank, index).integers(self._num_places, size=self._batch_size).tolist()
+        )
+
+
 def shard(n: int, rank: int, size: int) -> range:
     """This rank's part of n samples; over all ranks each appears exactly once."""
     _check_rank(rank, size)
@@ -88,10 +107,10 @@ def shard(n: int, rank: int, size: int) -> range:
     return range(rank, n, size)
 
 
-def _generator(seed: int, epoch: int) -> np.random.Generator:
+def _generator(seed: int, epoch: int, *place: int) -> np.random.Generator:
     if epoch < 0:
         raise ValueError(f"epoch={epoch!r}: must be a whole number, at least 0")
-    return np.random.default_rng((seed, epoch))
+    return np.random.default_rng((seed, epoch, *place))
 
 
 def _fill_up(n: int, total: int, generator: np.random.Generator) -> NDArray[np.int64]:

@@ -14,10 +14,10 @@ def build_workload(config: TrainConfig, member: Member) -> Workload:
     """Imports what the task needs; ConfigError where that is not installed."""
     try:
         module = importlib.import_module(TASKS[config.task].module)
+        workload: Workload = module.build(config, member)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"task={config.task!r}: needs {error.name!r}, which is not installed; pip install 'oktopk[train]', "
-            "for BERT also 'oktopk[bert]'"
+            "for BERT and for tokens=wordpiece also 'oktopk[bert]'"
         ) from error
-    workload: Workload = module.build(config, member)
     return workload

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from oktopk.workbench.console.files import write_text
 from oktopk.workbench.train.config import TrainConfig
 from oktopk.workbench.train.data.documents import Document, find_documents
 from oktopk.workbench.train.data.errors import DataError
@@ -21,6 +20,7 @@ from oktopk.workbench.train.models.bert import BertShape, make_bert, scores
 from oktopk.workbench.train.task_settings import BertSettings
 from oktopk.workbench.train.tasks.base import Workload, data_folder
 from oktopk.workbench.train.tasks.common import on_all, perplexity, ratio, seed_torch
+from oktopk.workbench.train.tasks.vocabulary import trained_pieces
 from oktopk.workbench.worlds.membership import Member
 
 
@@ -46,10 +46,10 @@ class BertTask:
             ),
         )
         documents, held_out = on_all(member, lambda: find_documents(folder))
-        path = Path(settings.vocabulary or config.run_folder / "vocabulary.txt")
-        if not settings.vocabulary:
-            on_all(member, lambda: _train_vocabulary(path, documents, config) if member.is_first else None)
-        pieces = on_all(member, lambda: Pieces.read(path))
+        if settings.vocabulary:
+            pieces = on_all(member, lambda: Pieces.read(Path(settings.vocabulary)))
+        else:
+            pieces = trained_pieces(config, member, lambda: [line for document in documents for line in document])
         self._member = member
         self._seed = config.seed
         self._batch_size = config.batch_size
@@ -154,20 +154,6 @@ def build(config: TrainConfig, member: Member) -> Workload:
         },
         remarks=list,
     )
-
-
-def _train_vocabulary(path: Path, documents: Sequence[Document], config: TrainConfig) -> None:
-    """A run that goes on goes on with the vocabulary it has."""
-    if config.resume and path.is_file():
-        return
-    settings: BertSettings = config.task_settings
-    sentences = [sentence for document in documents for sentence in document]
-    pieces = Pieces.train(sentences, settings.vocabulary_size).pieces
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, "".join(f"{piece}\n" for piece in pieces))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror}); choose another out_dir") from error
 
 
 def _judge(scores: Tensor, labels: Tensor) -> Tensor:

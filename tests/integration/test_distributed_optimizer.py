@@ -640,7 +640,7 @@ def test_a_parameter_unfrozen_after_wrapping_is_refused() -> None:
     opt = wrap(model, **SPARSE)
     model.hidden.requires_grad_(True)
     loss_of(model, 0, 0).backward()
-    with pytest.raises(RuntimeError, match="unfreeze parameters first, then wrap"):
+    with pytest.raises(RuntimeError, match="unfreeze parameters first, then make the optimizer"):
         opt.step()
     opt.close()
 

@@ -1,6 +1,6 @@
 """Sparse-allreduce gradient compression for PyTorch."""
 
-from oktopk import comm
+from oktopk import comm, optim
 from oktopk.adapters.ddp import HookState, attach, detach, hook
 from oktopk.adapters.optimizer import DistributedOptimizer
 from oktopk.allreducer import AllReducer
@@ -32,4 +32,5 @@ __all__ = [
     "comm",
     "detach",
     "hook",
+    "optim",
 ]

@@ -117,7 +117,7 @@ class AllReducer:
         self._guard = Guard(self.settings.guard_every)
         self._dense = Dense()
         self._lanes = Lanes(factory, self.settings, self._kernels, self.comm, self._meter)
-        self._schedule = Schedule(self.settings, self.reducer)
+        self._schedule = Schedule(self.settings, self.reducer, whole_is_dense=exchanges == "updates")
         self._started: dict[Layout, _Started] = {}
         self._listeners: OrderedDict[int, Listener] = OrderedDict()
         self._watchers: OrderedDict[int, Watcher] = OrderedDict()

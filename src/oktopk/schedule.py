@@ -39,8 +39,10 @@ class Schedule:
         decided_first_sparse_step: What was said instead of the setting, None: nothing. Part of a saved state.
     """
 
-    def __init__(self, settings: Settings, reducer: str) -> None:
+    def __init__(self, settings: Settings, reducer: str, whole_is_dense: bool = False) -> None:
+        """`whole_is_dense`: a step that would send every element is dense."""
         self._settings = settings
+        self._whole_is_dense = whole_is_dense
         self._reducer = reducer
         self.decided_first_sparse_step: int | None = None
 
@@ -50,8 +52,11 @@ class Schedule:
         return self._settings.warmup_steps if decided is None else decided
 
     def phase(self, step: int, bucket: Bucket) -> Phase:
-        small = bucket.dense or bucket.numel < self._settings.min_sparse_numel
-        return "dense" if small or step < self.first_sparse_step else "sparse"
+        if self._reducer == "dense" or bucket.dense or step < self.first_sparse_step:
+            return "dense"
+        n = bucket.numel
+        whole = self._whole_is_dense and self._settings.k_at(step, n) >= n
+        return "dense" if whole or n < self._settings.min_sparse_numel else "sparse"
 
     def outline(self, num_steps: int) -> Outline:
         if num_steps < 1:

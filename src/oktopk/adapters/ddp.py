@@ -19,7 +19,7 @@ from oktopk.adapters.grouping import clip_
 from oktopk.adapters.reduction_thread import ReductionThread, mark, weakly
 from oktopk.allreducer import AllReducer
 from oktopk.bucket import Bucket, Layout
-from oktopk.comm.torchdist import TorchDistCommunicator
+from oktopk.comm.torchdist import TorchDistCommunicator, is_initialized
 from oktopk.metrics.trainer_lists import MetricLists
 from oktopk.reduce.description import ReducerFactory
 from oktopk.registry import describe
@@ -329,11 +329,7 @@ def attach(
             f"attach() needs a DistributedDataParallel model, got {type(ddp_model).__name__}; "
             "without DDP use oktopk.DistributedOptimizer"
         )
-    switch = _switch_of(ddp_model)
-    if switch is None and ddp_model._comm_hooks:  # pyright: ignore[reportPrivateUsage]
-        raise ValueError("attach(): this model has a communication hook already, and DDP takes only one")
-    if switch is not None and switch.state is not None:
-        raise ValueError("attach() was called on this model before: call oktopk.detach(ddp_model) first")
+    _check_switch(ddp_model, "attach() needs its place")
     module, process_group = cast("torch.nn.Module", ddp_model.module), cast("ProcessGroup", ddp_model.process_group)
     state = HookState(
         reducer,
@@ -347,10 +343,7 @@ def attach(
         **keywords,
     )
     allreducer = state.allreducer
-    if switch is None:
-        ddp_model.register_comm_hook(_Switch(state, process_group), _switched_hook)
-    else:
-        switch.state = state
+    _set_switch(ddp_model, state, "attach() needs its place")
     return allreducer
 
 
@@ -365,18 +358,101 @@ def detach(ddp_model: DistributedDataParallel) -> None:
         >>> allreducer = oktopk.attach(ddp_model, density=0.001)
     """
     switch = _switch_of(ddp_model)
-    if switch is None or switch.state is None:
+    if switch is None or not isinstance(switch.state, HookState):
         raise ValueError("detach(): nothing is attached to this model")
     state, switch.state = switch.state, None
     state.close()
 
 
+class QuietModels:
+    """The DDP models of some parameters, kept from exchanging anything: an optimizer does it for them.
+
+    DDP may be built after the optimizer: the models are looked for at once, and again at the first gradient.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], num_ranks: int) -> None:
+        self._wanted = {id(parameter) for parameter in parameters}
+        self._num_ranks = num_ranks
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._is_complete = False
+        self._look()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return any(each() is not None for each in self._models)
+
+    def is_accumulating(self) -> bool:
+        """Whether a model is under `no_sync()`. Asked at a gradient, when the models are there."""
+        if not self._is_complete:
+            self._look()
+            self._is_complete = True
+        models = (each() for each in self._models)
+        return any(model is not None and not model.require_backward_grad_sync for model in models)
+
+    def remove(self) -> None:
+        """The models average their gradients themselves again."""
+        for each in self._models:
+            model = each()
+            switch = None if model is None else _switch_of(model)
+            if switch is not None and switch.state is self:
+                switch.state = None
+        self._models.clear()
+
+    def submit(self, grad_bucket: GradBucket) -> TensorFuture:
+        """The bucket as it is."""
+        buffer = grad_bucket.buffer()
+        future: TensorFuture = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        future.set_result(buffer)
+        return future
+
+    def _look(self) -> None:
+        if not is_initialized():
+            return
+        known = {id(each()) for each in self._models}
+        for found in gc.get_objects():  # takes a tenth of a second
+            if not issubclass(type(found), DistributedDataParallel) or id(found) in known:
+                continue
+            if any(id(p) in self._wanted for p in found.parameters()):
+                self._keep_quiet(found)
+
+    def _keep_quiet(self, model: DistributedDataParallel) -> None:
+        process_group = cast("ProcessGroup", model.process_group)
+        if process_group.size() != self._num_ranks:
+            raise ValueError(
+                f"the DDP model has a process group of {process_group.size()} ranks, the optimizer has "
+                f"{self._num_ranks}: give both the same, the optimizer through comm="
+            )
+        _set_switch(model, self, "an oktopk optimizer exchanges the updates of its parameters")
+        self._models.append(weakref.ref(model))
+
+
 class _Switch:
     """DDP keeps its hook for good: this lets it be changed."""
 
-    def __init__(self, state: HookState, process_group: ProcessGroup) -> None:
-        self.state: HookState | None = state
+    def __init__(self, state: HookState | QuietModels, process_group: ProcessGroup) -> None:
+        self.state: HookState | QuietModels | None = state
         self.process_group = process_group
+
+
+def _set_switch(model: DistributedDataParallel, state: HookState | QuietModels, why: str) -> None:
+    """ValueError where the model has a hook already."""
+    _check_switch(model, why)
+    switch = _switch_of(model)
+    if switch is None:
+        process_group = cast("ProcessGroup", model.process_group)
+        model.register_comm_hook(_Switch(state, process_group), _switched_hook)
+    else:
+        switch.state = state
+
+
+def _check_switch(model: DistributedDataParallel, why: str) -> None:
+    switch = _switch_of(model)
+    if switch is None and model._comm_hooks:  # pyright: ignore[reportPrivateUsage]
+        raise ValueError(f"this DDP model has a communication hook already, and DDP takes only one: {why}")
+    if switch is not None and isinstance(switch.state, HookState):
+        raise ValueError(f"attach() was called on this model before: call oktopk.detach(ddp_model) first; {why}")
+    if switch is not None and switch.state is not None:
+        raise ValueError(f"an oktopk optimizer exchanges this model's updates: call its close() first; {why}")
 
 
 def _switch_of(ddp_model: DistributedDataParallel) -> _Switch | None:

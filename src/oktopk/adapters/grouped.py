@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from oktopk.adapters.grouping import Group
+from oktopk.adapters.grouping import Group, clip_
 from oktopk.adapters.reduction_thread import ReductionThread, Ticket, mark, weakly
 from oktopk.allreducer import AllReducer, Listener
 from oktopk.bucket import Bucket
@@ -21,6 +22,10 @@ from oktopk.comm.base import Communicator, all_gather_int
 from oktopk.metrics.trainer_lists import MetricLists
 
 Named = list[tuple[str, Parameter]]
+
+
+class Removable(Protocol):
+    def remove(self) -> None: ...
 
 
 class GroupedOptimizer(Optimizer):
@@ -49,14 +54,9 @@ class GroupedOptimizer(Optimizer):
         """Of the groups that were handed in, in their order."""
         kind = type(self)
         allreducer.on_load(weakly(self._thread, ReductionThread.settle), weakly(self, kind._forget_step))
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._end = weakref.finalize(self, remove_all, self._hooks)
         self._end.atexit = False
-
-    def _watch_gradients(self, on_gradient: Callable[..., None]) -> None:
-        """Call `on_gradient(self, parameter)` when a backward has added to a gradient."""
-        call = weakly(self, on_gradient)
-        self._hooks += [p.register_post_accumulate_grad_hook(call) for group in self._groups for p in group.parameters]
 
     # --- what they do differently
 
@@ -115,6 +115,26 @@ class GroupedOptimizer(Optimizer):
                 for parameter in group.parameters:
                     self.allreducer.comm.broadcast(parameter.data, root)
 
+    def training_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and what this rank owes and found. Every rank saves its own.
+
+        Returns:
+            `{"optimizer": self.state_dict(), "allreducer": self.allreducer.state_dict()}`
+
+        Raises:
+            RuntimeError: Between backward and step, when the state is not whole.
+        """
+        return {"optimizer": self.state_dict(), "allreducer": self.allreducer.state_dict()}
+
+    def load_training_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `training_state_dict` was taken, also after an error.
+
+        Raises:
+            ValueError: The state of another rank, world, reducer or model.
+        """
+        self.allreducer.load_state_dict(state["allreducer"])
+        self.load_state_dict(state["optimizer"])
+
     def close(self) -> None:
         """End the background thread and release the communicator.
 
@@ -141,7 +161,78 @@ class GroupedOptimizer(Optimizer):
                 )
 
 
-def remove_all(hooks: list[RemovableHandle]) -> None:
+class OverlappingOptimizer(GroupedOptimizer):
+    """A group is handed in when backward has made the last of its gradients.
+
+    Attributes:
+        local: Set it to True to accumulate: backward then only adds to `.grad`, until one runs with `local = False`.
+    """
+
+    def _watch_gradients(self, overlap: bool) -> None:
+        """Call it once, after `_connect`. Without overlap the groups are handed in with the end of the step."""
+        self.local = False
+        self._overlap = overlap
+        self._arrived = False
+        """Gradients of this step are there, and what becomes of them is not known yet."""
+        call = weakly(self, OverlappingOptimizer._on_gradient)
+        self._hooks += [p.register_post_accumulate_grad_hook(call) for group in self._groups for p in group.parameters]
+
+    @property
+    def _takes_gradients(self) -> bool:
+        """Whether this step still takes gradients in."""
+        return True
+
+    def _is_accumulating(self) -> bool:
+        return self.local
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        group = self._group_of[id(parameter)]
+        with self._lock:
+            if id(parameter) in group.ready or not self._takes_gradients:
+                raise RuntimeError(
+                    f"a second backward() reached {name_of(parameter, group)!r} before step(): set `local = True` for "
+                    "all but the last backward of a step"
+                )
+            if self._is_accumulating():
+                return
+            self._arrived = self.allreducer.busy = True
+            if not self._overlap:
+                return
+            group.ready.add(id(parameter))
+            if group.is_full:
+                group.input_ready = mark(group.flat.device)
+            # In the order of the groups, which is the same on all ranks, whatever the order of the gradients.
+            while len(self._tickets) < len(self._groups) and self._groups[len(self._tickets)].is_full:
+                self._submit(self._groups[len(self._tickets)])
+
+    def _hand_in(self, norm_clip: float | None, all_parameters: Iterable[Tensor]) -> None:
+        """Hand in what is left, and wait for all of it; raises what went wrong."""
+        self._refuse_strangers(all_parameters)
+        if norm_clip is not None:
+            clip_([p.grad for group in self._groups for p in group.parameters if p.grad is not None], norm_clip)
+        with self._lock:
+            tickets = self._submit_rest()
+            self._arrived = False
+            self._forget_ready()
+        for ticket in tickets:
+            ticket.wait()
+
+    def _forget_ready(self) -> None:
+        for group in self._groups:
+            group.ready.clear()
+
+    def _refuse_zeroing(self, instead: str) -> None:
+        if self._tickets:
+            raise RuntimeError(f"zero_grad() while gradients are being reduced: {instead}")
+
+    def _forget_step(self) -> None:
+        with self._lock:
+            self._forget_ready()
+            self._arrived = False
+            super()._forget_step()
+
+
+def remove_all(hooks: Iterable[Removable]) -> None:
     for each in hooks:
         each.remove()
 

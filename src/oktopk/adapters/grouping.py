@@ -46,6 +46,12 @@ class Group:
         """Remember the gradients as they are handed in, so that later changes are noticed."""
         self._versions = [_version(p) for p in self.parameters]
 
+    def check_versions(self, instead: str) -> None:
+        """RuntimeError for a gradient that was changed since `mark_versions`, which says what to do instead."""
+        for slot, parameter, version in zip(self.layout.slots, self.parameters, self._versions, strict=True):
+            if _version(parameter) != version:
+                raise RuntimeError(f"the gradient of {slot.name!r} was changed while it was being reduced: {instead}")
+
     def fill(self) -> Bucket:
         """Copy the gradients in; a parameter without one is said to be missing."""
         gradients = [p.grad for p in self.parameters]
@@ -60,12 +66,6 @@ class Group:
 
     def hand_back(self, unused: frozenset[str]) -> None:
         """Copy the means out; a parameter that no rank has a gradient for keeps none."""
-        for slot, parameter, version in zip(self.layout.slots, self.parameters, self._versions, strict=True):
-            if _version(parameter) != version:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} was changed while it was being reduced: call synchronize() "
-                    "before you clip or scale gradients, then step()"
-                )
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
             if slot.name in unused:
                 parameter.grad = None

@@ -7,19 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from oktopk.adapters.grouped import (
-    GroupedOptimizer,
+    OverlappingOptimizer,
     check_bucket_cap,
     check_norm_clip,
-    name_of,
     named_parameters_of,
 )
-from oktopk.adapters.grouping import Group, clip_, make_groups
-from oktopk.adapters.reduction_thread import mark
+from oktopk.adapters.grouping import Group, make_groups
 from oktopk.allreducer import AllReducer
 from oktopk.bucket import Bucket
 from oktopk.comm.base import Communicator
@@ -30,7 +27,7 @@ from oktopk.settings import Settings, SettingsKeywords, lists_settings
 logger = logging.getLogger("oktopk")
 
 
-class DistributedOptimizer(GroupedOptimizer):
+class DistributedOptimizer(OverlappingOptimizer):
     """Wraps any torch optimizer; its own step is what updates the parameters.
 
     While backward runs, each full group of gradients is reduced by a background thread; `step()` waits for them,
@@ -95,15 +92,12 @@ class DistributedOptimizer(GroupedOptimizer):
         named = named_parameters_of(optimizer, named_parameters)
         self._inner = optimizer
         self._norm_clip = norm_clip
-        self.local = False
         self._unused: set[str] = set()
-        self._arrived = False
-        """Gradients of this step are there, and their means are not yet."""
         self._synchronized = False
         allreducer = AllReducer(reducer, comm=comm, trainer=trainer, settings=settings, **keywords)
         self._connect(allreducer, named, make_groups(named, bucket_cap_mb, dense_vectors))
         self._warn_of_momentum()
-        self._watch_gradients(DistributedOptimizer._on_gradient)
+        self._watch_gradients(overlap=norm_clip is None)  # clipping needs all gradients
 
     # --- a step
 
@@ -116,18 +110,10 @@ class DistributedOptimizer(GroupedOptimizer):
         """
         if self._synchronized:
             return
-        self._refuse_strangers(p for group in self._inner.param_groups for p in group["params"])
-        if self._norm_clip is not None:
-            clip_([p.grad for group in self._groups for p in group.parameters if p.grad is not None], self._norm_clip)
-        with self._lock:
-            tickets = self._submit_rest()
-            self._arrived = False
-            for group in self._groups:
-                group.ready.clear()
-        for ticket in tickets:
-            ticket.wait()
+        self._hand_in(self._norm_clip, (p for group in self._inner.param_groups for p in group["params"]))
         skipped, unused = self.allreducer.last_step_skipped, frozenset(self._unused)
         for group in self._groups:
+            group.check_versions("call synchronize() before you clip or scale gradients, then step()")
             group.hand_back(frozenset(slot.name for slot in group.layout.slots) if skipped else unused)
         self._unused.clear()
         self._synchronized = True
@@ -156,34 +142,16 @@ class DistributedOptimizer(GroupedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._tickets:
-            raise RuntimeError("zero_grad() while gradients are being reduced: call step() or synchronize() first")
+        self._refuse_zeroing("call step() or synchronize() first")
         if (self._synchronized or self._arrived) and not self._thread.failed:
             self.allreducer.busy = False
         self._synchronized = self._arrived = False
-        for group in self._groups:
-            group.ready.clear()
+        self._forget_ready()
         self._inner.zero_grad(set_to_none)
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        group = self._group_of[id(parameter)]
-        with self._lock:
-            if id(parameter) in group.ready or self._synchronized:
-                raise RuntimeError(
-                    f"a second backward() reached {name_of(parameter, group)!r} before step(): set `local = True` for "
-                    "all but the last backward of a step"
-                )
-            if self.local:
-                return
-            self._arrived = self.allreducer.busy = True
-            if self._norm_clip is not None:  # clipping needs all gradients: they go at synchronize()
-                return
-            group.ready.add(id(parameter))
-            if group.is_full:
-                group.input_ready = mark(group.flat.device)
-            # In the order of the groups, which is the same on all ranks, whatever the order of the gradients.
-            while len(self._tickets) < len(self._groups) and self._groups[len(self._tickets)].is_full:
-                self._submit(self._groups[len(self._tickets)])
+    @property
+    def _takes_gradients(self) -> bool:
+        return not self._synchronized
 
     def _reduce(self, group: Group, bucket: Bucket) -> None:
         del group
@@ -198,34 +166,11 @@ class DistributedOptimizer(GroupedOptimizer):
         super()._submit(group)
 
     def _forget_step(self) -> None:
-        with self._lock:
-            for group in self._groups:
-                group.ready.clear()
-            self._unused.clear()
-            self._synchronized = self._arrived = False
-            super()._forget_step()
+        self._unused.clear()
+        self._synchronized = False
+        super()._forget_step()
 
     # --- what users ask for
-
-    def training_state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state and this rank's residuals, thresholds and regions. Every rank saves its own.
-
-        Returns:
-            `{"optimizer": self.state_dict(), "allreducer": self.allreducer.state_dict()}`
-
-        Raises:
-            RuntimeError: Between backward and step, when the state is not whole.
-        """
-        return {"optimizer": self.state_dict(), "allreducer": self.allreducer.state_dict()}
-
-    def load_training_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `training_state_dict` was taken, also after an error.
-
-        Raises:
-            ValueError: The state of another rank, world, reducer or model.
-        """
-        self.allreducer.load_state_dict(state["allreducer"])
-        self._inner.load_state_dict(state["optimizer"])
 
     def _warn_of_momentum(self) -> None:
         settings = self.allreducer.settings

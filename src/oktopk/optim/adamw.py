@@ -1,0 +1,258 @@
+"""AdamW whose update travels: the non-linear part stands before the exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from oktopk.bucket import Layout, Slot
+from oktopk.comm.base import Communicator
+from oktopk.kernels.base import UpdateRule
+from oktopk.metrics.trainer_lists import MetricLists
+from oktopk.optim.base import Params, UpdateOptimizer, flag, number
+from oktopk.reduce.base import Phase
+from oktopk.reduce.description import ReducerFactory
+from oktopk.settings import Settings, SettingsKeywords, lists_settings
+
+FIRST_GAP = 16
+"""Sparse steps before the second moment is measured again for the first time; every later gap is twice as long."""
+
+
+class AdamW(UpdateOptimizer):
+    """torch.optim.AdamW on many ranks that exchange about 1 % of their updates, and train almost as well as dense.
+
+    Every rank has a momentum of its own and all share one second moment, so a rank's update is a linear map of its
+    gradients, the same map on all ranks:
+
+    1. The momentum of this rank: `m = beta1 * m + (1 - beta1) * gradient`.
+    2. Its update: `lr * m / (1 - beta1^t) / (sqrt(v) + eps)`, added to what this rank owes.
+    3. The reducer applies the largest sums over all ranks; what is not applied stays owed, in units of the parameters.
+    4. Where anything was applied, every rank clears its momentum: what it would have added is on its way already.
+    5. Decay is dense and local: `parameter *= 1 - lr * weight_decay`.
+
+    `v` is measured in dense steps, which exchange the mean gradient: in the first `warmup_steps`, and then, beside a
+    sparse update, after 16 steps, after 32 more, after 64 more, and so on. With density 1.0 every step is dense and
+    this is torch.optim.AdamW on the mean gradient.
+
+    While backward runs, full groups are reduced by a background thread. It works on a plain model, under any launcher
+    that AllReducer knows, and on a DDP model, whose own exchange it switches off; under DDP's `no_sync()` gradients
+    accumulate. Replicas must start equal: DDP sees to that, else call `broadcast_parameters()`.
+
+    Attributes:
+        allreducer: The AllReducer that the updates pass.
+        local: Set it to True to accumulate: backward then only adds to `.grad`, until one runs with `local = False`.
+
+    Example:
+        >>> optimizer = oktopk.optim.AdamW(model.named_parameters(), lr=1e-3, density=0.01, norm_clip=1.0)
+        >>> loss.backward()
+        >>> optimizer.step()
+    """
+
+    @lists_settings
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        reducer: str | ReducerFactory = "oktopk",
+        comm: str | Communicator = "auto",
+        trainer: MetricLists | None = None,
+        norm_clip: float | None = None,
+        bucket_cap_mb: float = 25.0,
+        dense_vectors: bool = False,
+        overlap: bool = True,
+        settings: Settings | None = None,
+        **keywords: Unpack[SettingsKeywords],
+    ) -> None:
+        """Make the optimizer; a collective call.
+
+        Args:
+            params: `model.named_parameters()`, a model, or param groups as torch has them. Names are for messages and
+                saved states; parameters without names are numbered.
+            lr: Learning rate; about 0.75 to 1.5 times that of dense training. Groups and schedulers may change it.
+            betas: How slowly the momentum and the second moment follow.
+            eps: Added to the denominator.
+            weight_decay: Decoupled: `parameter *= 1 - lr * weight_decay` in every step.
+            maximize: Go up instead of down.
+            reducer: A name from the registry, or a function that makes a Reducer from ReducerSettings.
+            comm: "auto", "torch", "mpi" or a Communicator, see AllReducer.
+            trainer: Its lists `sparsities`, `compression_ratios` and `communication_sizes` are filled.
+            norm_clip: Scale this rank's gradient to at most this norm before the update is made of it. Reductions then
+                start with `step()`.
+            bucket_cap_mb: The largest group of parameters that is reduced together, in MiB.
+            dense_vectors: Never compress parameters of one dimension: biases and norm layers.
+            overlap: Reduce while backward runs. False: reductions start with `step()`, so that gradients may be
+                accumulated, clipped and changed before it.
+            settings: All settings in one object; or give them as keywords, which override it:
+            **keywords: See Settings.
+
+        Raises:
+            ValueError: Names that stand twice, ranks with other parameters, an unknown name or setting, or a value that
+                cannot be.
+        """
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        _Options(defaults)
+        super().__init__(
+            params,
+            defaults,
+            _AdamUpdate,
+            reducer=reducer,
+            comm=comm,
+            trainer=trainer,
+            norm_clip=norm_clip,
+            bucket_cap_mb=bucket_cap_mb,
+            dense_vectors=dense_vectors,
+            overlap=overlap,
+            settings=settings,
+            keywords=keywords,
+        )
+
+
+class _Options:
+    """One step's options, checked."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.lr = number(options, "lr", 0.0)
+        self.eps = number(options, "eps", 0.0)
+        self.weight_decay = number(options, "weight_decay", 0.0)
+        self.sign = -1.0 if flag(options, "maximize") else 1.0
+        betas = options["betas"]
+        if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+            raise ValueError(f"betas={betas!r}: must be two numbers in [0, 1)")
+        self.beta1, self.beta2 = (float(beta) for beta in betas)
+
+
+class _SecondMoment:
+    """The mean square of the mean gradient, for each parameter as many measurements as it took part in."""
+
+    def __init__(self, square: Tensor, num_measured: tuple[int, ...]) -> None:
+        self.square = square
+        self.num_measured = num_measured
+
+    def measured(self, slots: Sequence[Slot], mean: Tensor, unused: Sequence[Slot], beta2: float) -> _SecondMoment:
+        square = self.square.mul(beta2).addcmul_(mean, mean, value=1.0 - beta2)
+        for slot in unused:
+            slot.part(square).copy_(slot.part(self.square))
+        idle = {slot.name for slot in unused}
+        counts = zip(slots, self.num_measured, strict=True)
+        return _SecondMoment(square, tuple(count + (slot.name not in idle) for slot, count in counts))
+
+    def factor(self, slots: Sequence[Slot], beta2: float, eps: float) -> Tensor:
+        """1 / (sqrt(v) + eps), and zero for a parameter that was never measured: it waits until it is."""
+        factor = self.square.sqrt()
+        if len(set(self.num_measured)) == 1:
+            _invert(factor, self.num_measured[0], beta2, eps)
+        else:
+            for slot, count in zip(slots, self.num_measured, strict=True):
+                _invert(slot.part(factor), count, beta2, eps)
+        return factor
+
+
+def _invert(root: Tensor, num_measured: int, beta2: float, eps: float) -> None:
+    if num_measured == 0:
+        root.zero_()
+    else:
+        root.div_(math.sqrt(1.0 - beta2**num_measured)).add_(eps).reciprocal_()
+
+
+class _AdamUpdate:
+    """One group's part of AdamW. See `oktopk.optim.base.GroupUpdate`."""
+
+    def __init__(self, layout: Layout, device: torch.device, num_ranks: int) -> None:
+        self._slots = layout.slots
+        self._num_ranks = num_ranks
+        self._second = _SecondMoment(torch.zeros(layout.numel, device=device), (0,) * len(layout.slots))
+        self._num_steps = 0
+        self._num_sparse = 0
+        """Sparse steps since the last dense one."""
+        self._factor: Tensor | None = None
+        self._measured: _SecondMoment | None = None
+        """In this step."""
+        self._options: _Options
+
+    # --- a step
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        before, self._options = getattr(self, "_options", None), _Options(options)
+        if before is None or (before.beta2, before.eps) != (self._options.beta2, self._options.eps):
+            self._factor = None
+
+    @property
+    def wants_mean(self) -> bool:
+        """After 16, 48, 112, ... sparse steps; and as long as a parameter was never measured."""
+        return 0 in self._second.num_measured or is_due(self._num_sparse + 1)
+
+    def learn(self, mean: Tensor, unused: Sequence[Slot]) -> None:
+        self._measured = self._second.measured(self._slots, mean, unused, self._options.beta2)
+        self._factor = None
+
+    def rule(self) -> UpdateRule:
+        options = self._options
+        if self._factor is None:
+            second = self._measured or self._second
+            self._factor = second.factor(self._slots, options.beta2, options.eps)
+        return UpdateRule(
+            momentum=options.beta1,
+            gain=options.sign * (1.0 - options.beta1),
+            scale=options.lr / (1.0 - options.beta1 ** (self._num_steps + 1)),
+            factor=self._factor,
+            cap=options.lr * self._cap,
+        )
+
+    def decay(self, slots: Sequence[Slot], parameters: Sequence[Tensor]) -> None:
+        del slots
+        kept = 1.0 - self._options.lr * self._options.weight_decay
+        if kept != 1.0:
+            torch._foreach_mul_(list(parameters), kept)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+
+    def commit(self, phase: Phase) -> None:
+        self._num_steps += 1
+        self._num_sparse = 0 if phase == "dense" else self._num_sparse + 1
+        if self._measured is not None:
+            self._second, self._measured = self._measured, None
+
+    def roll_back(self) -> None:
+        if self._measured is not None:
+            self._measured = self._factor = None
+
+    @property
+    def _cap(self) -> float:
+        """In units of lr: how far this rank alone may move a parameter, P times what Adam allows the mean.
+
+        Adam moves a parameter that was always still by at most (1 - beta1) / sqrt(1 - beta2). Here its second moment
+        may have been measured long ago, when it was still.
+        """
+        options = self._options
+        return self._num_ranks * max(1.0, (1.0 - options.beta1) / math.sqrt(1.0 - options.beta2))
+
+    # --- states
+
+    def state_of(self, slot: Slot) -> dict[str, Any]:
+        return {
+            "step": self._num_steps,
+            "sparse_steps": self._num_sparse,
+            "num_measured": self._second.num_measured[self._slots.index(slot)],
+            "exp_avg_sq": slot.part(self._second.square).clone(),
+        }
+
+    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        mine = [states[slot.name] for slot in self._slots]
+        self._num_steps = max(state["step"] for state in mine)
+        self._num_sparse = max(state["sparse_steps"] for state in mine)
+        square = torch.cat([state["exp_avg_sq"].flatten() for state in mine]).to(self._second.square)
+        self._second = _SecondMoment(square, tuple(state["num_measured"] for state in mine))
+        self._measured = self._factor = None
+
+
+def is_due(num_sparse: int) -> bool:
+    """Whether the second moment is measured in that sparse step, counted from 1 after the last dense one."""
+    rounds = num_sparse // FIRST_GAP + 1
+    return num_sparse % FIRST_GAP == 0 and num_sparse > 0 and rounds & (rounds - 1) == 0

@@ -1,0 +1,286 @@
+"""What the optimizers share that send changes of the parameters instead of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from oktopk.adapters.ddp import QuietModels
+from oktopk.adapters.grouped import (
+    Named,
+    OverlappingOptimizer,
+    check_bucket_cap,
+    check_names,
+    check_norm_clip,
+)
+from oktopk.adapters.grouping import Group, make_groups
+from oktopk.allreducer import AllReducer
+from oktopk.bucket import Bucket, Layout, Slot
+from oktopk.comm.base import Communicator
+from oktopk.feedback.update import Update
+from oktopk.metrics.step_stats import StepStats
+from oktopk.metrics.trainer_lists import MetricLists
+from oktopk.reduce.base import Phase
+from oktopk.reduce.description import ReducerFactory
+from oktopk.settings import Settings, SettingsKeywords
+
+Params = Module | Iterable[Any]
+"""A model, its `named_parameters()`, parameters without names, or dicts of torch's param groups with either."""
+
+
+class GroupUpdate(Update, Protocol):
+    """One group's part of an optimizer: its rule, and what it remembers. What a step changes counts from `commit` on.
+
+    What it remembers is the same on all ranks. Parameters stand in the order of the group's layout.
+    """
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """A step begins; these options of its param group hold until it ends."""
+        ...
+
+    def decay(self, slots: Sequence[Slot], parameters: Sequence[Tensor]) -> None:
+        """Apply the weight decay of this step to the parameters that take part in it, in place."""
+        ...
+
+    def commit(self, phase: Phase) -> None:
+        """The step was taken."""
+        ...
+
+    def roll_back(self) -> None:
+        """The step was not taken."""
+        ...
+
+    def state_of(self, slot: Slot) -> dict[str, Any]:
+        """What is remembered for one parameter, as numbers and flat tensors of its length; a copy."""
+        ...
+
+    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continue with what `state_of` gave, by the parameters' names."""
+        ...
+
+
+MakeUpdate = Callable[[Layout, torch.device, int], GroupUpdate]
+"""From a layout, its device and the number of ranks."""
+
+
+class UpdateOptimizer(OverlappingOptimizer):
+    """Every rank makes a change of the parameters of its own gradient; what is exchanged, and owed, is the change.
+
+    In a dense step the mean gradient is exchanged, and the change is made of it: all ranks follow one optimizer.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        make_update: MakeUpdate,
+        *,
+        reducer: str | ReducerFactory,
+        comm: str | Communicator,
+        trainer: MetricLists | None,
+        norm_clip: float | None,
+        bucket_cap_mb: float,
+        dense_vectors: bool,
+        overlap: bool,
+        settings: Settings | None,
+        keywords: SettingsKeywords,
+    ) -> None:
+        check_norm_clip(norm_clip)
+        check_bucket_cap(bucket_cap_mb)
+        Optimizer.__init__(self, params.named_parameters() if isinstance(params, Module) else params, defaults)
+        named = _named(self.param_groups)
+        place = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
+        allreducer = AllReducer(reducer, comm=comm, trainer=trainer, exchanges="updates", settings=settings, **keywords)
+        groups = make_groups(named, bucket_cap_mb, dense_vectors, lambda p: place[id(p)], torch.float32)
+        self._norm_clip = norm_clip
+        self._updates = {g.layout: make_update(g.layout, g.flat.device, allreducer.comm.size) for g in groups}
+        self._options_of = {g.layout: place[id(g.parameters[0])] for g in groups}
+        self._rounding = {
+            g.layout: torch.zeros_like(g.flat) for g in groups if g.parameters[0].dtype in (torch.bfloat16, torch.half)
+        }
+        """What the parameters' dtype rounds away, so that small changes add up. The same on all ranks."""
+        self._done: dict[Layout, StepStats] = {}
+        self._connect(allreducer, named, groups)
+        self._models = QuietModels([p for _, p in named], allreducer.comm.size)
+        self._hooks.append(self._models)
+        self._watch_gradients(overlap and norm_clip is None)  # clipping needs all gradients
+
+    # --- a step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Apply what all ranks agreed on to the parameters; left out where all ranks skip (policy `skip`).
+
+        Args:
+            closure: Is called once, before anything else.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            NonFiniteGradientError: On every rank alike, see AllReducer.reduce.
+            RuntimeError: What went wrong in the background, or gradients that were changed after they were handed in.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._hand_in(self._norm_clip, (p for group in self.param_groups for p in group["params"]))
+        if self._overlap and not self._models:  # DDP writes the gradients again
+            for group in self._groups:
+                group.check_versions("set norm_clip, or overlap=False to change gradients before step()")
+        with torch.no_grad():
+            for group in self._groups:
+                self._move(group)
+        self._done.clear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._refuse_zeroing("call step() first")
+        if self._arrived and not self._thread.failed:
+            self.allreducer.busy = False
+        self._arrived = False
+        self._forget_ready()
+        super().zero_grad(set_to_none)
+
+    def _move(self, group: Group) -> None:
+        update, unused = self._updates[group.layout], self._done[group.layout].unused
+        if self.allreducer.last_step_skipped or len(unused) == len(group.parameters):
+            update.roll_back()
+            return
+        taking_part = [
+            (slot, parameter.data, view)
+            for slot, parameter, view in zip(group.layout.slots, group.parameters, group.views, strict=True)
+            if slot.name not in unused
+        ]
+        slots, parameters, changes = (list(each) for each in zip(*taking_part, strict=True))
+        rounding = self._rounding.get(group.layout)
+        if rounding is None:
+            update.decay(slots, parameters)
+            torch._foreach_sub_(parameters, changes)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        else:
+            left = [slot.part(rounding).view(p.shape) for slot, p in zip(slots, parameters, strict=True)]
+            exact = [p.float() + rest for p, rest in zip(parameters, left, strict=True)]
+            update.decay(slots, exact)
+            for parameter, rest, whole, change in zip(parameters, left, exact, changes, strict=True):
+                whole -= change
+                parameter.copy_(whole)
+                rest.copy_(whole - parameter.float())
+        update.commit(self._done[group.layout].phase)
+
+    def _is_accumulating(self) -> bool:
+        return self.local or self._models.is_accumulating()
+
+    def _submit(self, group: Group) -> None:
+        self._updates[group.layout].begin(self.param_groups[self._options_of[group.layout]])
+        group.mark_versions()
+        super()._submit(group)
+
+    def _reduce(self, group: Group, bucket: Bucket) -> None:
+        self._done[group.layout] = self.allreducer.reduce(bucket, self._updates[group.layout])
+
+    def _prepare(self, group: Group, bucket: Bucket) -> None:
+        self.allreducer.prepare(bucket, self._updates[group.layout])
+
+    def _forget_step(self) -> None:
+        for update in self._updates.values():
+            update.roll_back()
+        self._done.clear()
+        super()._forget_step()
+
+    # --- the face of a torch optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is the same on all ranks, in torch's form. `training_state_dict` has this rank's own part beside it.
+
+        Raises:
+            RuntimeError: Between backward and step.
+        """
+        if self._arrived or self._tickets:
+            raise RuntimeError("state_dict() between backward() and step(): call it after step()")
+        by_parameter = {
+            id(parameter): self._state_of(group, slot)
+            for group in self._groups
+            for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
+        }
+        everything = [p for group in self.param_groups for p in group["params"]]
+        state = {at: by_parameter[id(p)] for at, p in enumerate(everything) if id(p) in by_parameter}
+        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, whatever the groups were then; what is owed stays as it is.
+
+        Raises:
+            ValueError: The state of another model or optimizer.
+        """
+        everything = [p for group in self.param_groups for p in group["params"]]
+        saved = cast("Mapping[int, Mapping[str, Any]]", state_dict["state"])
+        by_parameter = {id(p): saved[at] for at, p in enumerate(everything) if at in saved}
+        states = {group.layout: _states_of(group, by_parameter) for group in self._groups}
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for layout, by_name in states.items():
+            self._updates[layout].load_state(by_name)
+            rounding = self._rounding.get(layout)
+            if rounding is not None:
+                for slot in layout.slots:
+                    slot.part(rounding).copy_(by_name[slot.name]["rounding"].flatten())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "allreducer"):
+            raise ValueError("add_param_group() after construction: pass all param groups when you make the optimizer")
+        super().add_param_group(param_group)
+
+    def _state_of(self, group: Group, slot: Slot) -> dict[str, Any]:
+        rounding = self._rounding.get(group.layout)
+        rest = {} if rounding is None else {"rounding": slot.part(rounding).clone()}
+        return self._updates[group.layout].state_of(slot) | rest
+
+
+def flag(options: Mapping[str, Any], key: str) -> bool:
+    if not isinstance(options[key], bool):
+        raise ValueError(f"{key}={options[key]!r}: must be True or False")
+    return options[key]
+
+
+def number(options: Mapping[str, Any], key: str, least: float, below: float = float("inf")) -> float:
+    """An option of a param group, which may be a tensor; ValueError where it is not in [least, below)."""
+    value = float(options[key])
+    if not least <= value < below:
+        span = f"at least {least:g}" if below == float("inf") else f"in [{least:g}, {below:g})"
+        raise ValueError(f"{key}={options[key]!r}: must be {span}")
+    return value
+
+
+def _named(param_groups: list[dict[str, Any]]) -> Named:
+    """The parameters that require a gradient, with their names; without names they are numbered, frozen ones too."""
+    named: Named = []
+    count = 0
+    for group in param_groups:
+        names = group.get("param_names") or [f"parameter_{count + at}" for at in range(len(group["params"]))]
+        named += [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
+        count += len(names)
+    check_names([name for name, _ in named])
+    if not named:
+        raise ValueError("the optimizer has no parameter that requires a gradient")
+    return named
+
+
+def _states_of(group: Group, by_parameter: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    states: dict[str, Mapping[str, Any]] = {}
+    pairs: Iterable[tuple[Slot, Parameter]] = zip(group.layout.slots, group.parameters, strict=True)
+    for slot, parameter in pairs:
+        state = by_parameter.get(id(parameter))
+        if state is None:
+            raise ValueError(f"the saved state has nothing for {slot.name!r}: it is of another model")
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() != slot.numel:
+                raise ValueError(
+                    f"the saved {key} of {slot.name!r} has {value.numel()} elements, the parameter has {slot.numel}: "
+                    "it is of another model"
+                )
+        states[slot.name] = state
+    return states

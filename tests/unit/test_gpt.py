@@ -15,13 +15,13 @@ from oktopk.comm import simulate
 from oktopk.comm.base import Communicator
 from oktopk.workbench.console.words import UsageError
 from oktopk.workbench.train.config import ConfigError, load_config, make_config
-from oktopk.workbench.train.data import text_folder
+from oktopk.workbench.train.data import text_folder, text_tokens
 from oktopk.workbench.train.data.errors import DataError
 from oktopk.workbench.train.data.sampler import RandomPlaces
 from oktopk.workbench.train.data.text_folder import FolderText, read_text
 from oktopk.workbench.train.data.text_tokens import ByteTokens, HeldOutWindows, PieceTokens, windows
 from oktopk.workbench.train.models.gpt import Gpt, GptShape
-from oktopk.workbench.train.tasks import build_workload
+from oktopk.workbench.train.tasks import build_workload, gpt
 from oktopk.workbench.train.tasks.base import Workload
 from oktopk.workbench.worlds.membership import Member, Place
 
@@ -58,8 +58,8 @@ def write(folder: Path, files: dict[str, str | bytes]) -> Path:
     return folder
 
 
-def read(folder: Path) -> FolderText:
-    return read_text(folder, without=folder / "runs")
+def read(path: Path) -> FolderText:
+    return read_text(path, without=[path / "runs"])
 
 
 # --- the model
@@ -185,6 +185,33 @@ def test_too_large_files_are_left_out(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.left_out == ("b.txt",)
 
 
+def test_no_more_is_held_out_than_validation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_folder, "MAX_HELD_OUT_BYTES", 7)
+    write(tmp_path, {"a.txt": "a" * 200})
+    assert read(tmp_path) == FolderText(b"a" * 193, b"a" * 7)
+
+
+def test_earlier_runs_are_no_text(tmp_path: Path) -> None:
+    run = {"run.json": "{}", "metrics.jsonl": "{}", "logs/rank_0.log": "said " * 9}
+    write(tmp_path, {"a.txt": "a" * 40, **{f"old/gpt/{name}": content for name, content in run.items()}})
+    write(tmp_path, {"notes/run.json": "b"})  # alone it is no run
+    found = read(tmp_path)
+    assert found.train + found.held_out == b"a" * 40 + b"\nb"
+    assert len(read(tmp_path / "old" / "gpt").train) > 0  # asked for by name
+
+
+def test_a_file_is_enough_whatever_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_folder, "MAX_FILE_BYTES", 3)
+    write(tmp_path, {"a.txt": "a" * 40, "b.txt": "b", "empty.txt": "", "zero.txt": b"\0"})
+    assert read(tmp_path / "a.txt") == FolderText(b"a" * 38, b"aa")
+    with pytest.raises(DataError, match=r"empty\.txt: is empty; put text into it"):
+        read(tmp_path / "empty.txt")
+    with pytest.raises(DataError, match=r"zero\.txt: is not UTF-8 text without NUL; convert it"):
+        read(tmp_path / "zero.txt")
+    with pytest.raises(DataError, match=r"b\.txt: has 1 bytes of text, too few to hold some out"):
+        read(tmp_path / "b.txt")
+
+
 def test_train_and_valid_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_folder, "MAX_FILE_BYTES", 3)
     write(tmp_path, {"train.txt": "learn this", "valid.txt": "that", "test.txt": "never", "other.py": "never"})
@@ -192,12 +219,12 @@ def test_train_and_valid_are_taken_as_they_are(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"data_dir='.*nowhere': no such folder; leave data_dir out"):
+    with pytest.raises(DataError, match=r"data_dir='.*nowhere': no such folder or file; leave data_dir out"):
         read(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="has 0 bytes of text, too few to hold some out, and 0 other files"):
+    with pytest.raises(DataError, match="has 0 bytes of text, too few to hold some out; 0 files were left out"):
         read(tmp_path)
     write(tmp_path, {"logo.png": b"\x89PNG\0", "a.txt": "a" * 19})
-    with pytest.raises(DataError, match="has 19 bytes of text, too few to hold some out, and 1 other files"):
+    with pytest.raises(DataError, match="has 19 bytes of text, too few to hold some out; 1 files were left out"):
         read(tmp_path)
     write(tmp_path, {"train.txt": b"\xff\xfe", "valid.txt": ""})
     with pytest.raises(DataError, match=r"train\.txt: is not UTF-8 text"):
@@ -222,7 +249,7 @@ def test_bytes_are_their_own_numbers() -> None:
 
 
 @needs_tokenizers
-def test_pieces_have_one_token_more_between_lines() -> None:
+def test_pieces_have_one_token_more_between_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     from oktopk.workbench.train.data.wordpiece import SEP, SPECIAL, Pieces
 
     pieces = Pieces((*SPECIAL, "ship", "##s", "the"))
@@ -230,6 +257,8 @@ def test_pieces_have_one_token_more_between_lines() -> None:
     found = tokens.encode(b"The ships\n\n  the whale\nship")
     words = [pieces.pieces[number] for number in found.tolist()]
     assert words == ["the", "ship", "##s", SEP, SEP, "the", "[UNK]", SEP, "ship"]
+    monkeypatch.setattr(text_tokens, "_LINES_AT_ONCE", 3)
+    assert torch.equal(tokens.encode(b"The ships\n\n  the whale\nship"), found)
 
 
 def test_targets_are_the_tokens_that_follow() -> None:
@@ -392,10 +421,44 @@ def test_the_model_has_the_asked_size_where_the_text_has_fewer_pieces(tmp_path: 
     assert tokens_of(tasks[0], 0) != tokens_of(tasks[1], 0)
 
 
+@needs_tokenizers
+def test_a_vocabulary_is_found_from_some_lines_of_a_large_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write(tmp_path / "data", {"train.txt": "common words\nother things\n" * 40, "valid.txt": "words"})
+    monkeypatch.setattr(gpt, "_VOCABULARY_BYTES", 600)  # less than the text has, more than half of it
+    (task,) = workloads(tmp_path, 1, tokens="wordpiece", vocabulary_size=100, data_dir=str(data))
+    pieces = (tmp_path / "out" / "run" / "vocabulary.txt").read_text().splitlines()
+    assert "words" in pieces
+    assert "things" not in pieces
+    assert task.num_batches > 1
+
+
 def test_files_that_are_no_text_are_remarked_by_the_first_worker(tmp_path: Path) -> None:
     data = write(tmp_path / "data", {"a.txt": "some text " * 50, "b/logo.png": b"\x89PNG\0"})
     said = [task.remarks() for task in workloads(tmp_path, 2, data_dir=str(data))]
-    assert said == [["1 files that are not UTF-8 text or exceed 64 MiB are left out, the first: b/logo.png"], []]
+    why = "a text file is UTF-8 without NUL and has at most 64 MiB"
+    assert said == [[f"files left out: 1, the first b/logo.png; {why}"], []]
+
+
+def test_bf16_is_computed_in_and_nothing_is_kept_in_it(tmp_path: Path) -> None:
+    full, half = (workload(tmp_path, hidden_size=32, compute_dtype=dtype) for dtype in ("fp32", "bf16"))
+    seen: list[torch.dtype] = []
+    half.model.blocks[0].widen.register_forward_hook(lambda _module, _given, made: seen.append(made.dtype))
+    batch = next(full.batches(0, 0))
+    losses = [task.loss(batch) for task in (full, half)]
+    assert seen == [torch.bfloat16]
+    assert losses[0].dtype == losses[1].dtype == torch.float32
+    assert not torch.equal(losses[0], losses[1])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=0.0)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(full.model.parameters(), half.model.parameters(), strict=True):
+        assert p.dtype == q.dtype == torch.float32
+        assert p.grad is not None
+        assert q.grad is not None
+        assert q.grad.dtype == torch.float32
+        assert float((p.grad - q.grad).norm()) < 0.1 * float(p.grad.norm())
+    assert half.validate()["loss"] == pytest.approx(full.validate()["loss"], rel=1e-2)
+    assert seen[-1] == torch.bfloat16
 
 
 def test_workers_that_find_different_text_stop_together(tmp_path: Path) -> None:
@@ -416,6 +479,8 @@ def test_bad_settings_are_named() -> None:
         make_config({"task": "gpt", "dropout": 1.0})
     with pytest.raises(ConfigError, match="tokens='words': must be one of bytes, wordpiece"):
         make_config({"task": "gpt", "tokens": "words"})
+    with pytest.raises(ConfigError, match="compute_dtype='fp16': must be one of fp32, bf16"):
+        make_config({"task": "gpt", "compute_dtype": "fp16"})
 
 
 def test_tokenizers_are_needed_for_pieces_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

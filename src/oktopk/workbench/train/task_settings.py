@@ -89,6 +89,9 @@ class GptSettings:
     sequence_length: int = setting(256, "tokens in a sample", 2)
     tokens: str = setting("bytes", "what a text is cut into: bytes or wordpiece", choices=("bytes", "wordpiece"))
     vocabulary_size: int = setting(8000, "most tokens of a vocabulary that is made from the training text", 100)
+    compute_dtype: str = setting(
+        "fp32", "fp32, or bf16: what a model computes in under autocast; weights stay fp32", choices=("fp32", "bf16")
+    )
     batches_per_epoch: int = setting(0, "batches of each worker in an epoch; 0: as many as the text has tokens for", 0)
     corpus_train: int = setting(400, "training documents of the embedded data", 1)
     corpus_test: int = setting(40, "held-out documents of the embedded data", 1)

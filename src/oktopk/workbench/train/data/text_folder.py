@@ -1,9 +1,9 @@
-"""Any folder of text or source files as one text for training and one held out."""
+"""Any folder of text or source files, or one file, as one text for training and one held out."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -11,10 +11,16 @@ from typing import NoReturn
 from oktopk.workbench.train.data.errors import DataError
 
 MAX_FILE_BYTES = 64 * 2**20
-"""What a file may have unless it is train.txt or valid.txt: more is a data dump rather than something written."""
+"""What one of many files may have: more is a data dump rather than something written."""
+
+MAX_HELD_OUT_BYTES = 2**20
+"""So much judges a model well enough; more would make validation long."""
 
 _HELD_OUT_PART = 20
 """One byte in so many is held out."""
+
+_OF_A_RUN = frozenset({"run.json", "metrics.jsonl"})
+"""The files that every run writes into its folder."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +32,22 @@ class FolderText:
     left_out: tuple[str, ...] = ()
 
 
-def read_text(folder: Path, without: Path) -> FolderText:
-    """The text of a folder; the same wherever the same files are read. DataError where there is none.
+def read_text(path: Path, without: Collection[Path]) -> FolderText:
+    """The text of a folder or of one file; the same wherever the same files are read. DataError where there is none.
 
     A train.txt and a valid.txt in the folder are the two texts. Otherwise all text files are joined, folder by folder
-    and sorted by name, each on a new line, and the last twentieth of the bytes is held out. A text file is UTF-8
-    without NUL and has at most MAX_FILE_BYTES. Names that begin with a dot, and the folder `without`, are passed over.
+    and sorted by name, each on a new line, and the last twentieth of the bytes, at most MAX_HELD_OUT_BYTES, is held
+    out. A text file is UTF-8 without NUL; of many files, each has at most MAX_FILE_BYTES. Names that begin with a dot,
+    the folders `without` and the folders of earlier runs are passed over.
     """
-    if not folder.is_dir():
-        raise DataError(f"data_dir={str(folder)!r}: no such folder; leave data_dir out to train on generated text")
     try:
-        return _split(folder) or _joined(folder, without.resolve())
+        if not path.exists():
+            raise DataError(
+                f"data_dir={str(path)!r}: no such folder or file; leave data_dir out to train on generated text"
+            )
+        if path.is_dir():
+            return _split(path) or _joined(path, {each.resolve() for each in without})
+        return _cut(path, _read_whole(path, "put text into it"))
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); make it readable") from error
 
@@ -45,16 +56,21 @@ def _split(folder: Path) -> FolderText | None:
     paths = folder / "train.txt", folder / "valid.txt"
     if not all(path.is_file() for path in paths):
         return None
-    train, held_out = (path.read_bytes() for path in paths)
-    for path, content in zip(paths, (train, held_out), strict=True):
-        if not content:
-            raise DataError(f"{path}: is empty; put text into it, or remove it to hold out a twentieth of all files")
-        if not _is_text(content):
-            raise DataError(f"{path}: is not UTF-8 text without NUL; convert it")
+    fix = "put text into it, or remove it to hold out a twentieth of all files"
+    train, held_out = (_read_whole(path, fix) for path in paths)
     return FolderText(train, held_out)
 
 
-def _joined(folder: Path, without: Path) -> FolderText:
+def _read_whole(path: Path, fix: str) -> bytes:
+    content = path.read_bytes()
+    if not content:
+        raise DataError(f"{path}: is empty; {fix}")
+    if not _is_text(content):
+        raise DataError(f"{path}: is not UTF-8 text without NUL; convert it")
+    return content
+
+
+def _joined(folder: Path, without: Collection[Path]) -> FolderText:
     texts: list[bytes] = []
     left_out: list[str] = []
     for path in _files(folder, without):
@@ -63,21 +79,27 @@ def _joined(folder: Path, without: Path) -> FolderText:
             left_out.append(path.relative_to(folder).as_posix())
         elif content:
             texts.append(content)
-    whole = b"\n".join(texts)
-    cut = len(whole) - len(whole) // _HELD_OUT_PART
+    return _cut(folder, b"\n".join(texts), tuple(left_out))
+
+
+def _cut(path: Path, whole: bytes, left_out: tuple[str, ...] = ()) -> FolderText:
+    cut = len(whole) - min(len(whole) // _HELD_OUT_PART, MAX_HELD_OUT_BYTES)
     while cut < len(whole) and whole[cut] & 0xC0 == 0x80:  # inside of a character
         cut += 1
     if cut == len(whole):
         raise DataError(
-            f"{folder}: has {len(whole)} bytes of text, too few to hold some out, and {len(left_out)} other files; a "
-            f"text file is UTF-8 without NUL and at most {MAX_FILE_BYTES >> 20} MiB, and no dot begins its path"
+            f"{path}: has {len(whole)} bytes of text, too few to hold some out; {len(left_out)} files were left out: a "
+            f"text file is UTF-8 without NUL, has at most {MAX_FILE_BYTES >> 20} MiB, and no dot before its name"
         )
-    return FolderText(whole[:cut], whole[cut:], tuple(left_out))
+    return FolderText(whole[:cut], whole[cut:], left_out)
 
 
-def _files(folder: Path, without: Path) -> Iterator[Path]:
+def _files(folder: Path, without: Collection[Path]) -> Iterator[Path]:
     for place, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if _shown(name) and Path(place, name).resolve() != without)
+        if Path(place) != folder and _OF_A_RUN.issubset(names):
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if _shown(name) and Path(place, name).resolve() not in without)
         yield from (path for name in sorted(names) if _shown(name) and (path := Path(place, name)).is_file())
 
 

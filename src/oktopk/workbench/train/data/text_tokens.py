@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -14,6 +15,9 @@ from oktopk.workbench.train.data.sampler import shard
 
 if TYPE_CHECKING:
     from oktopk.workbench.train.data.wordpiece import Pieces
+
+_LINES_AT_ONCE = 10_000
+"""Pieces as the tokenizer returns them take a hundred times the memory of their numbers."""
 
 
 class Tokens(Protocol):
@@ -50,8 +54,11 @@ class PieceTokens:
     line_end: int
 
     def encode(self, text: bytes) -> Tensor:
-        lines = self.pieces.encode(text.decode().split("\n"))
-        numbers = [number for line in lines for number in (*line, self.line_end)]
+        lines = text.decode().split("\n")
+        numbers = array("i")
+        for first in range(0, len(lines), _LINES_AT_ONCE):
+            for line in self.pieces.encode(lines[first : first + _LINES_AT_ONCE]):
+                numbers.extend((*line, self.line_end))
         return torch.from_numpy(np.array(numbers[:-1], dtype=np.int32))
 
 

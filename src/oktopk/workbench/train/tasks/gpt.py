@@ -24,6 +24,8 @@ from oktopk.workbench.train.tasks.base import Workload, data_folder
 from oktopk.workbench.train.tasks.common import on_all, perplexity, ratio, seed_torch
 from oktopk.workbench.worlds.membership import Member
 
+_VOCABULARY_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -48,7 +50,7 @@ class GptTask:
                 folder, num_train=settings.corpus_train, num_held_out=settings.corpus_test, seed=config.seed
             ),
         )
-        text = on_all(member, lambda: read_text(folder, without=Path(config.out_dir)))
+        text = on_all(member, lambda: read_text(folder, without=(Path(config.out_dir), config.run_folder)))
         _check_same(text, folder, member)
         tokens = ByteTokens() if settings.tokens == "bytes" else _piece_tokens(config, member, text)
         stream = tokens.encode(text.train)
@@ -61,6 +63,7 @@ class GptTask:
         self._seed = config.seed
         self._batch_size = config.batch_size
         self._length = length
+        self._bf16 = settings.compute_dtype == "bf16"
         self._text = text
         self._train = stream
         self._held_out = HeldOutWindows(
@@ -117,15 +120,18 @@ class GptTask:
         left_out = self._text.left_out
         if not left_out or not self._member.is_first:  # it is the same on all workers
             return []
-        limit = f"{MAX_FILE_BYTES >> 20} MiB"
         return [
-            f"{len(left_out)} files that are not UTF-8 text or exceed {limit} are left out, the first: {left_out[0]}"
+            f"files left out: {len(left_out)}, the first {left_out[0]}; a text file is UTF-8 without NUL and has "
+            f"at most {MAX_FILE_BYTES >> 20} MiB"
         ]
 
     def _loss(self, tokens: Tensor, targets: Tensor, reduction: str) -> Tensor:
         device = self._member.device
-        scores = self.model(tokens.to(device))
-        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.to(device).flatten(), reduction=reduction)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
+            scores = self.model(tokens.to(device))
+        return nn.functional.cross_entropy(
+            scores.float().flatten(0, 1), targets.to(device).flatten(), reduction=reduction
+        )
 
 
 def build(config: TrainConfig, member: Member) -> Workload:
@@ -143,16 +149,21 @@ def build(config: TrainConfig, member: Member) -> Workload:
 
 def _check_same(text: FolderText, folder: Path, member: Member) -> None:
     """A folder in which somebody works may change between two readings; workers must not train on different texts."""
-    digest = hashlib.blake2b(text.train + text.held_out, digest_size=7).digest()
-    if len(set(all_gather_int(member.comm, int.from_bytes(digest, "little"), member.device))) > 1:
+    digest = hashlib.blake2b(text.train, digest_size=7)
+    digest.update(text.held_out)
+    if len(set(all_gather_int(member.comm, int.from_bytes(digest.digest(), "little"), member.device))) > 1:
         raise DataError(f"{folder}: the workers found different files there; copy it to where nothing changes")
 
 
 def _piece_tokens(config: TrainConfig, member: Member, text: FolderText) -> Tokens:
-    """A small text has fewer pieces than `vocabulary_size`: the model has its size all the same."""
+    """A small text has fewer pieces than `vocabulary_size`: the model has its size all the same.
+
+    A vocabulary is found from _VOCABULARY_BYTES of a large text, so that the other workers do not wait for long.
+    """
     from oktopk.workbench.train.data.wordpiece import SEP  # only here are tokenizers needed
     from oktopk.workbench.train.tasks.vocabulary import trained_pieces
 
-    pieces = trained_pieces(config, member, lambda: text.train.decode().split("\n"))
+    each = math.ceil(len(text.train) / _VOCABULARY_BYTES)
+    pieces = trained_pieces(config, member, lambda: text.train.decode().split("\n")[::each])
     num_tokens = max(len(pieces.pieces), config.task_settings.vocabulary_size)
     return PieceTokens(pieces, num_tokens, pieces.number(SEP))

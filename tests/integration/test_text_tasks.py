@@ -1,4 +1,4 @@
-"""The language model and BERT as their users run them: real processes, real files."""
+"""The language model, BERT and GPT as their users run them: real processes, real files."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ LSTM = [
 BERT = [
     "bert-mini", "--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--sequence-length", "32",
     "--batch-size", "2", "--vocabulary-size", "300", "--corpus-train", "12", "--corpus-test", "3",
+]  # fmt: skip
+GPT = [
+    "gpt-mini", "--hidden-size", "16", "--num-heads", "2", "--sequence-length", "32", "--batch-size", "2",
+    "--corpus-train", "12", "--corpus-test", "3",
 ]  # fmt: skip
 SHORT = ["--warmup-steps", "3", "--min-sparse-numel", "64", "--report", "False", "--quiet"]
 
@@ -123,6 +127,51 @@ def test_bert_on_two_workers(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_gpt_on_two_workers_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    arguments = [*GPT, *SHORT, "--dropout", "0.1", "--lr-schedule", "divide"]  # cosine knows the last step
+    done = launch([*arguments, "--max-steps", "6"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 in all: 3 dense, 3 sparse from step 3" in done.stdout
+    assert "bits per byte" in done.stdout
+    run = tmp_path / "runs" / "gpt-mini"
+    check_6_steps(run)
+    row = last_epoch(run)
+    assert float(row["perplexity"]) == pytest.approx(math.exp(float(row["val_loss"])))
+    assert float(row["bits_per_byte"]) == pytest.approx(float(row["val_loss"]) / math.log(2))
+
+    done = launch([*arguments, "--max-steps", "10", "--resume"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed at step 6" in done.stdout
+    straight = tmp_path / "runs" / "straight"
+    done = launch([*arguments, "--max-steps", "10", "--name", straight.name], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_equal(straight, run, 2, "residual")
+    assert [(step["step"], step["epoch"]) for step in steps_of(run)] == [(step, 0) for step in range(10)]
+
+
+def test_gpt_learns(tmp_path: Path) -> None:
+    code = train_here(
+        *GPT, "--out-dir", str(tmp_path), "--hidden-size", "32", "--batch-size", "8", "--corpus-train", "50",
+        "--lr", "0.01", "--epochs", "3", "--warmup-steps", "10", "--report", "False", "--quiet",
+    )  # fmt: skip
+    assert code == 0
+    with (tmp_path / "gpt-mini" / "epochs.csv").open() as file:
+        found = [float(row["bits_per_byte"]) for row in csv.DictReader(file)]
+    assert found[-1] < 3.6 < found[0] < 8
+
+
+def test_gpt_on_source_files_in_bf16(tmp_path: Path) -> None:
+    code = train_here(
+        *GPT, *SHORT, "--data-dir", str(ROOT / "src" / "oktopk" / "reduce"), "--out-dir", str(tmp_path), "--lr", "0.01",
+        "--lr-warmup-epochs", "0", "--batch-size", "16", "--max-steps", "12", "--compute-dtype", "bf16",
+    )  # fmt: skip
+    assert code == 0
+    steps = steps_of(tmp_path / "gpt-mini")
+    assert steps[-1]["loss"] < 5 < steps[0]["loss"] < 6  # the logarithm of 256 is 5.5
+    assert 1 < float(last_epoch(tmp_path / "gpt-mini")["bits_per_byte"]) < 8
+
+
 def test_lstm_learns(tmp_path: Path) -> None:
     code = train_here(
         "lstm", "--out-dir", str(tmp_path), "--hidden-size", "48", "--dropout", "0", "--corpus-train", "1500",
@@ -137,8 +186,11 @@ def test_lstm_learns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_transformers
-def test_bert_resumed_is_the_same_and_keeps_its_vocabulary(tmp_path: Path) -> None:
-    base = [*BERT, *SHORT, "--out-dir", str(tmp_path), "--lr-schedule", "divide"]  # linear knows the last step
+@pytest.mark.parametrize(
+    "task", [BERT, [*GPT, "--tokens", "wordpiece", "--vocabulary-size", "300"]], ids=["bert", "gpt"]
+)
+def test_pieces_resumed_are_the_same_and_keep_their_vocabulary(task: list[str], tmp_path: Path) -> None:
+    base = [*task, *SHORT, "--out-dir", str(tmp_path), "--lr-schedule", "divide"]  # the others know the last step
     assert train_here(*base, "--name", "straight", "--max-steps", "7") == 0
     assert train_here(*base, "--name", "pieces", "--max-steps", "4") == 0
     vocabularies = [tmp_path / name / "vocabulary.txt" for name in ("straight", "pieces")]
@@ -188,6 +240,21 @@ def test_bert_on_real_text(tmp_path: Path) -> None:
     assert {"the", "##ing", "anarchism"} <= set(pieces)
 
 
+@needs_wiki
+def test_gpt_on_real_text(tmp_path: Path) -> None:
+    text = tmp_path / "articles.txt"
+    lines = (WIKI / "enwiki_articles.txt").read_text().splitlines(keepends=True)
+    text.write_text("".join(lines[:1000]))
+    code = train_here(
+        *GPT, *SHORT, "--data-dir", str(text), "--out-dir", str(tmp_path), "--batch-size", "16", "--max-steps", "12",
+        "--lr-warmup-epochs", "0", "--lr", "0.01",
+    )  # fmt: skip
+    assert code == 0
+    steps = steps_of(tmp_path / "gpt-mini")
+    assert steps[-1]["loss"] < 5 < steps[0]["loss"] < 6
+    assert 1 < float(last_epoch(tmp_path / "gpt-mini")["bits_per_byte"]) < 8
+
+
 # --- when things go wrong
 
 
@@ -195,7 +262,7 @@ def make_bad(folder: Path, kind: str) -> Path:
     folder.mkdir()
     if kind == "nowhere":
         return folder / "nowhere"
-    texts = {"empty": "\n \n", "short": "One two three.\nFour.\n\nFive.\nSix.\n\n", "binary": "\ud800"}
+    texts = {"empty": "\n \n", "short": "One two three.\nFour.\n\nFive.\n\n", "binary": "\ud800"}
     for name in ("train", "valid"):
         (folder / f"{name}.txt").write_text(texts[kind], errors="surrogatepass")
     return folder
@@ -206,6 +273,10 @@ BAD = [
     ("lstm", "empty", "train.txt: has no words; it must have one sentence a line"),
     ("lstm", "short", "words are too few for a step: 1 x batch_size=2 samples of sequence_length=8 words"),
     ("lstm", "binary", "train.txt: is not UTF-8 text"),
+    ("gpt", "nowhere", "no such folder or file; leave data_dir out to train on generated text"),
+    ("gpt", "empty", "3 training tokens are too few for a sample of sequence_length=32 and the token after it"),
+    ("gpt", "short", "training tokens are too few for a sample of sequence_length=32 and the token after it"),
+    ("gpt", "binary", "train.txt: is not UTF-8 text without NUL; convert it"),
     ("bert", "nowhere", "no such folder or file; leave data_dir out to train on generated text"),
     ("bert", "empty", "train.txt: has no sentence, and a random next sentence comes from another one"),
     ("bert", "short", "sentence pairs are too few for a step of"),
@@ -220,7 +291,12 @@ def test_bad_data_is_one_line(
     if task == "bert":
         pytest.importorskip("transformers", reason="transformers is not installed: pip install 'oktopk[bert]'")
     data = make_bad(tmp_path / "data", kind)
-    arguments = [*(LSTM if task == "lstm" else [*BERT, "--batch-size", "8"]), *SHORT, "--data-dir", str(data)]
+    arguments = [
+        *{"lstm": LSTM, "gpt": GPT, "bert": [*BERT, "--batch-size", "8"]}[task],
+        *SHORT,
+        "--data-dir",
+        str(data),
+    ]
     assert train_here(*arguments, "--out-dir", str(tmp_path / "out")) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 1

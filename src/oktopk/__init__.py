@@ -2,6 +2,7 @@
 
 from oktopk import comm, optim
 from oktopk.adapters.ddp import HookState, attach, detach, hook
+from oktopk.adapters.local_steps import LocalSteps
 from oktopk.adapters.optimizer import DistributedOptimizer
 from oktopk.allreducer import AllReducer
 from oktopk.bucket import Bucket, Layout
@@ -22,6 +23,7 @@ __all__ = [
     "GuardViolation",
     "HookState",
     "Layout",
+    "LocalSteps",
     "NonFiniteGradientError",
     "Outline",
     "Settings",

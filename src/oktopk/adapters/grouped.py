@@ -60,13 +60,19 @@ class GroupedOptimizer(Optimizer):
 
     # --- what they do differently
 
-    def _reduce(self, group: Group, bucket: Bucket) -> None:
-        """On the thread: reduce a group that was filled."""
-        raise NotImplementedError
+    def _fill(self, group: Group) -> Bucket:
+        """On the thread: what a group hands in, its gradients."""
+        return group.fill()
 
     def _prepare(self, group: Group, bucket: Bucket) -> None:
         """On the thread, maybe while another group is exchanged: see AllReducer.prepare."""
-        raise NotImplementedError
+        del group
+        self.allreducer.prepare(bucket)
+
+    def _reduce(self, group: Group, bucket: Bucket) -> None:
+        """On the thread: reduce a group that was filled."""
+        del group
+        self.allreducer.reduce(bucket)
 
     def _forget_step(self) -> None:
         """A state was loaded: whatever was under way, or went wrong, is of no account any more."""
@@ -79,21 +85,25 @@ class GroupedOptimizer(Optimizer):
         filled: list[Bucket] = []
 
         def prepare() -> None:
-            filled.append(group.fill())
+            filled.append(self._fill(group))
             self._prepare(group, filled[0])
 
         def job() -> None:
-            self._reduce(group, filled[0] if filled else group.fill())
+            self._reduce(group, filled[0] if filled else self._fill(group))
 
         self._tickets.append(
             self._thread.submit(job, group.flat.device, input_ready=group.input_ready, prepare=prepare)
         )
 
     def _submit_rest(self) -> list[Ticket]:
-        """Hand in what is left, and the end of the step; returns the tickets of the groups, then that of the end."""
+        """Hand in what is left, and the end of the step; returns all tickets."""
         for group in self._groups[len(self._tickets) :]:
             group.input_ready = mark(group.flat.device)
             self._submit(group)
+        return self._end_of_step()
+
+    def _end_of_step(self) -> list[Ticket]:
+        """Hand in the end of the step; returns the tickets of its groups, then that of the end."""
         end = self._thread.submit(self.allreducer.end_step, torch.device("cpu"))
         tickets, self._tickets = [*self._tickets, end], []
         return tickets
@@ -159,6 +169,25 @@ class GroupedOptimizer(Optimizer):
                     f"a parameter of shape {tuple(parameter.shape)} got a gradient but required none when the "
                     "optimizer was made: unfreeze parameters first, then make the optimizer"
                 )
+
+
+class WrappingOptimizer(Optimizer):
+    """Has what the wrapped optimizer has: param_groups, state, defaults and whatever else."""
+
+    _inner: Optimizer
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state; what is owed stays as it is."""
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        del param_group
+        raise ValueError("add_param_group() after wrapping: add it to the optimizer first, then wrap")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # not constructed yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
 class OverlappingOptimizer(GroupedOptimizer):

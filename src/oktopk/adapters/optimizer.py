@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from oktopk.adapters.grouped import (
     OverlappingOptimizer,
+    WrappingOptimizer,
     check_bucket_cap,
     check_norm_clip,
     named_parameters_of,
@@ -27,7 +28,7 @@ from oktopk.settings import Settings, SettingsKeywords, lists_settings
 logger = logging.getLogger("oktopk")
 
 
-class DistributedOptimizer(OverlappingOptimizer):
+class DistributedOptimizer(WrappingOptimizer, OverlappingOptimizer):
     """Wraps any torch optimizer; its own step is what updates the parameters.
 
     While backward runs, each full group of gradients is reduced by a background thread; `step()` waits for them,
@@ -157,10 +158,6 @@ class DistributedOptimizer(OverlappingOptimizer):
         del group
         self._unused.update(self.allreducer.reduce(bucket).unused)
 
-    def _prepare(self, group: Group, bucket: Bucket) -> None:
-        del group
-        self.allreducer.prepare(bucket)
-
     def _submit(self, group: Group) -> None:
         group.mark_versions()
         super()._submit(group)
@@ -196,20 +193,6 @@ class DistributedOptimizer(OverlappingOptimizer):
         if self._arrived or self._synchronized:
             raise RuntimeError("state_dict() between backward() and step(): call it after step()")
         return self._inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state; residuals stay as they are."""
-        self._inner.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        del param_group
-        raise ValueError("add_param_group() after wrapping: add it to the optimizer first, then wrap")
-
-    def __getattr__(self, name: str) -> Any:
-        """param_groups, state, defaults and whatever else the wrapped optimizer has."""
-        if name == "_inner":  # not constructed yet
-            raise AttributeError(name)
-        return getattr(self._inner, name)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.allreducer.reducer}, {self._inner!r})"

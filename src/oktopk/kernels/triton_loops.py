@@ -17,6 +17,13 @@ def look(
     residual,
     gradient,
     out,
+    old,
+    new,
+    factor,
+    momentum,
+    gain,
+    scale,
+    cap,
     words,
     counts,
     facts,
@@ -24,11 +31,17 @@ def look(
     n,
     ADD: tl.constexpr,
     STORE: tl.constexpr,
+    MOVE: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block: out = residual + gradient; one bit for each element that reaches `floor`, and how many do.
 
-    Clears `facts` for `collect`.
+    With MOVE, the change that an update's rule makes takes the gradient's place, and `new` is the new velocity. To be
+    compiled without fusing products and sums: the bits are those of the rule. Clears `facts` for `collect`.
     """
     block = tl.program_id(0)
     if block == 0:
@@ -37,6 +50,23 @@ def look(
     at = tl.arange(0, BLOCK)
     inside = start + at < n
     value = tl.load(gradient + start + at, mask=inside, other=0.0).to(tl.float32)
+    if MOVE:
+        push = value * gain
+        velocity = push
+        if HAS_OLD:
+            before = tl.load(old + start + at, mask=inside, other=0.0)
+            velocity = tl.fma(before, tl.full((BLOCK,), 0.0, tl.float32) + momentum, push)
+        tl.store(new + start + at, velocity, mask=inside)
+        value = velocity
+        if NESTEROV:
+            value = tl.fma(velocity, tl.full((BLOCK,), 0.0, tl.float32) + momentum, push)
+        value = value * scale
+        if HAS_FACTOR:
+            value = value * tl.load(factor + start + at, mask=inside, other=0.0)
+        if CUT:
+            magnitude = tl.abs(value)
+            limit = tl.where(value < 0.0, -cap, cap)
+            value = tl.where((magnitude > cap) & (magnitude < float("inf")), limit, value)
     if ADD:
         value += tl.load(residual + start + at, mask=inside, other=0.0)
     if STORE:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from oktopk.kernels import triton_loops as loops
 from oktopk.kernels.base import Seen, Velocity, floor_bits, number_of
-from oktopk.kernels.torch_ops import TorchKernels, plain_velocity
+from oktopk.kernels.torch_ops import TorchKernels
 from oktopk.sparse_vector import SparseVector, ints
 
 _BLOCK, _LOOK_WARPS = 2048, 4
@@ -35,8 +36,7 @@ class TritonKernels(TorchKernels):
         home: torch.device,
         velocity: Velocity | None = None,
     ) -> Callable[[], Seen]:
-        gradient = gradient if velocity is None else plain_velocity(velocity, gradient)
-        return _look(residual, gradient, out, floor, min(room, out.numel())).fetch(home)
+        return _look(residual, gradient, out, floor, min(room, out.numel()), velocity).fetch(home)
 
     def above(self, values: Tensor, floor: float, room: int) -> SparseVector | None:
         found = _look(None, values.contiguous(), None, floor, min(room, values.numel()))
@@ -105,7 +105,14 @@ def _to_host(*tensors: Tensor) -> Callable[[], list[Tensor]]:
     return arrived
 
 
-def _look(residual: Tensor | None, gradient: Tensor, out: Tensor | None, floor: float, room: int) -> _Found:
+def _look(
+    residual: Tensor | None,
+    gradient: Tensor,
+    out: Tensor | None,
+    floor: float,
+    room: int,
+    velocity: Velocity | None = None,
+) -> _Found:
     n, device = gradient.numel(), gradient.device
     found = _Found(room, n, device)
     if n == 0:
@@ -117,19 +124,23 @@ def _look(residual: Tensor | None, gradient: Tensor, out: Tensor | None, floor: 
     words, counts = scratch[:num_words], scratch[num_words:]
     sums = gradient if out is None else out
     before = gradient if residual is None else residual
-    kinds = {"ADD": residual is not None, "STORE": out is not None}
+    kinds = {"ADD": residual is not None, "STORE": out is not None, "MOVE": velocity is not None}
+    moving, moving_kinds = _moving(velocity, gradient)
     loops.look[(blocks,)](
         before,
         gradient,
         sums,
+        *moving,
         words,
         counts,
         found.facts,
         floor_bits(floor),
         n,
         **kinds,
+        **moving_kinds,
         BLOCK=_BLOCK,
         num_warps=_LOOK_WARPS,
+        enable_fp_fusion=False,
     )
     ends = torch.cumsum(counts, 0)
     loops.collect[(-(-blocks // _GROUP),)](
@@ -146,6 +157,21 @@ def _look(residual: Tensor | None, gradient: Tensor, out: Tensor | None, floor: 
         num_warps=_COLLECT_WARPS,
     )
     return found
+
+
+def _moving(velocity: Velocity | None, gradient: Tensor) -> tuple[tuple[object, ...], dict[str, bool]]:
+    """What `look` wants for the rule of an update; where something is not read, any tensor stands in its place."""
+    if velocity is None:
+        unread = (gradient, gradient, gradient, 0.0, 1.0, 1.0, 0.0)
+        return unread, {"HAS_OLD": False, "NESTEROV": False, "HAS_FACTOR": False, "CUT": False}
+    rule, new = velocity.rule, velocity.new
+    old = new if velocity.old is None else velocity.old
+    factor = new if rule.factor is None else rule.factor
+    kinds = {
+        "HAS_OLD": velocity.old is not None, "NESTEROV": rule.nesterov, "HAS_FACTOR": rule.factor is not None,
+        "CUT": rule.cap < math.inf,
+    }  # fmt: skip
+    return (old, new, factor, rule.momentum, rule.gain, rule.scale, rule.cap if kinds["CUT"] else 0.0), kinds
 
 
 def _count_digits(values: Tensor, state: Tensor, shift: int, num_bits: int) -> Tensor:

@@ -93,8 +93,8 @@ class GptSettings:
         "fp32", "fp32, or bf16: what a model computes in under autocast; weights stay fp32", choices=("fp32", "bf16")
     )
     batches_per_epoch: int = setting(0, "batches of each worker in an epoch; 0: as many as the text has tokens for", 0)
-    corpus_train: int = setting(400, "training documents of the embedded data", 1)
-    corpus_test: int = setting(40, "held-out documents of the embedded data", 1)
+    corpus_train: int = setting(2000, "training documents of the embedded data", 1)
+    corpus_test: int = setting(100, "held-out documents of the embedded data", 1)
 
     def __post_init__(self) -> None:
         _check_dropout(self.dropout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -20,6 +20,8 @@ from oktopk.settings import Settings, SettingsKeywords, lists_settings
 
 FIRST_GAP = 16
 """Sparse steps before the second moment is measured again for the first time; every later gap is twice as long."""
+_UNSEEN = 2.0**-26
+"""A part of the momentum that fp32 does not see."""
 
 
 class AdamW(UpdateOptimizer):
@@ -35,8 +37,9 @@ class AdamW(UpdateOptimizer):
     5. Decay is dense and local: `parameter *= 1 - lr * weight_decay`.
 
     `v` is measured in dense steps, which exchange the mean gradient: in the first `warmup_steps`, and then, beside a
-    sparse update, after 16 steps, after 32 more, after 64 more, and so on. With density 1.0 every step is dense and
-    this is torch.optim.AdamW on the mean gradient.
+    sparse update, after 16 steps, after 32 more, after 64 more, and so on. A parameter that is used for the first time
+    later waits for a step, in which it is measured. With density 1.0 every step is dense and this is torch.optim.AdamW
+    on the mean gradient.
 
     While backward runs, full groups are reduced by a background thread. It works on a plain model, under any launcher
     that AllReducer knows, and on a DDP model, whose own exchange it switches off; under DDP's `no_sync()` gradients
@@ -99,11 +102,11 @@ class AdamW(UpdateOptimizer):
                 cannot be.
         """
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        _Options(defaults)
         super().__init__(
             params,
             defaults,
             _AdamUpdate,
+            _Options,
             reducer=reducer,
             comm=comm,
             trainer=trainer,
@@ -124,10 +127,13 @@ class _Options:
         self.eps = number(options, "eps", 0.0)
         self.weight_decay = number(options, "weight_decay", 0.0)
         self.sign = -1.0 if flag(options, "maximize") else 1.0
-        betas = options["betas"]
-        if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-            raise ValueError(f"betas={betas!r}: must be two numbers in [0, 1)")
-        self.beta1, self.beta2 = (float(beta) for beta in betas)
+        try:
+            self.beta1, self.beta2 = (float(beta) for beta in options["betas"])
+            inside = 0.0 <= self.beta1 < 1.0 and 0.0 <= self.beta2 < 1.0
+        except (TypeError, ValueError):
+            inside = False
+        if not inside:
+            raise ValueError(f"betas={options['betas']!r}: must be two numbers in [0, 1)")
 
 
 class _SecondMoment:
@@ -145,14 +151,17 @@ class _SecondMoment:
         counts = zip(slots, self.num_measured, strict=True)
         return _SecondMoment(square, tuple(count + (slot.name not in idle) for slot, count in counts))
 
-    def factor(self, slots: Sequence[Slot], beta2: float, eps: float) -> Tensor:
-        """1 / (sqrt(v) + eps), and zero for a parameter that was never measured: it waits until it is."""
+    def factor(self, slots: Sequence[Slot], beta2: float, eps: float, gains: tuple[float, ...]) -> Tensor:
+        """gain / (sqrt(v) + eps), and zero for a parameter that was never measured: it waits until it is."""
         factor = self.square.sqrt()
         if len(set(self.num_measured)) == 1:
             _invert(factor, self.num_measured[0], beta2, eps)
         else:
             for slot, count in zip(slots, self.num_measured, strict=True):
                 _invert(slot.part(factor), count, beta2, eps)
+        for slot, gain in zip(slots, gains, strict=True):
+            if gain != 1.0:
+                slot.part(factor).mul_(gain)
         return factor
 
 
@@ -170,10 +179,13 @@ class _AdamUpdate:
         self._slots = layout.slots
         self._num_ranks = num_ranks
         self._second = _SecondMoment(torch.zeros(layout.numel, device=device), (0,) * len(layout.slots))
-        self._num_steps = 0
+        self._num_steps = (0,) * len(layout.slots)
+        """That each parameter took part in."""
         self._num_sparse = 0
         """Sparse steps since the last dense one."""
         self._factor: Tensor | None = None
+        self._made_with: tuple[object, ...] = ()
+        """What the factor was made with, beside the second moment."""
         self._measured: _SecondMoment | None = None
         """In this step."""
         self._options: _Options
@@ -181,14 +193,17 @@ class _AdamUpdate:
     # --- a step
 
     def begin(self, options: Mapping[str, Any]) -> None:
-        before, self._options = getattr(self, "_options", None), _Options(options)
-        if before is None or (before.beta2, before.eps) != (self._options.beta2, self._options.eps):
-            self._factor = None
+        self._options = _Options(options)
 
     @property
     def wants_mean(self) -> bool:
-        """After 16, 48, 112, ... sparse steps; and as long as a parameter was never measured."""
-        return 0 in self._second.num_measured or is_due(self._num_sparse + 1)
+        """After 16, 48, 112, ... sparse steps; and while a parameter waits that was used but never measured.
+
+        One that was never used does not wait: where one is never used, every step would exchange the mean.
+        """
+        counts = zip(self._num_steps, self._second.num_measured, strict=True)
+        waits = any(steps > 0 and measured == 0 for steps, measured in counts)
+        return waits or is_due(self._num_sparse + 1)
 
     def learn(self, mean: Tensor, unused: Sequence[Slot]) -> None:
         self._measured = self._second.measured(self._slots, mean, unused, self._options.beta2)
@@ -196,13 +211,17 @@ class _AdamUpdate:
 
     def rule(self) -> UpdateRule:
         options = self._options
-        if self._factor is None:
+        arrived = [1.0 - options.beta1 ** (steps + 1) for steps in self._num_steps]
+        most = max(arrived)
+        gains = tuple(1.0 if most - each < _UNSEEN else most / each for each in arrived)
+        made_with = options.beta2, options.eps, gains
+        if self._factor is None or self._made_with != made_with:
             second = self._measured or self._second
-            self._factor = second.factor(self._slots, options.beta2, options.eps)
+            self._factor, self._made_with = second.factor(self._slots, options.beta2, options.eps, gains), made_with
         return UpdateRule(
             momentum=options.beta1,
             gain=options.sign * (1.0 - options.beta1),
-            scale=options.lr / (1.0 - options.beta1 ** (self._num_steps + 1)),
+            scale=options.lr / most,
             factor=self._factor,
             cap=options.lr * self._cap,
         )
@@ -213,8 +232,9 @@ class _AdamUpdate:
         if kept != 1.0:
             torch._foreach_mul_(list(parameters), kept)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
-    def commit(self, phase: Phase) -> None:
-        self._num_steps += 1
+    def commit(self, phase: Phase, unused: Collection[str]) -> None:
+        steps = zip(self._slots, self._num_steps, strict=True)
+        self._num_steps = tuple(count + (slot.name not in unused) for slot, count in steps)
         self._num_sparse = 0 if phase == "dense" else self._num_sparse + 1
         if self._measured is not None:
             self._second, self._measured = self._measured, None
@@ -225,27 +245,33 @@ class _AdamUpdate:
 
     @property
     def _cap(self) -> float:
-        """In units of lr: how far this rank alone may move a parameter, P times what Adam allows the mean.
+        """In units of lr: how far this rank alone may move a parameter, P times as far as Adam ever moves it.
 
-        Adam moves a parameter that was always still by at most (1 - beta1) / sqrt(1 - beta2). Here its second moment
-        may have been measured long ago, when it was still.
+        Adam's own bound, over all gradients there can be, is that of Cauchy and Schwarz. Here the second moment may
+        have been measured long ago, when the parameter was still.
         """
-        options = self._options
-        return self._num_ranks * max(1.0, (1.0 - options.beta1) / math.sqrt(1.0 - options.beta2))
+        beta1, beta2 = self._options.beta1, self._options.beta2
+        if beta2 <= beta1 * beta1:
+            return math.inf
+        furthest = (1.0 - beta1) / math.sqrt((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2))
+        return self._num_ranks * max(1.0, furthest)
 
     # --- states
 
+    kept = ("step", "sparse_steps", "num_measured", "exp_avg_sq")
+
     def state_of(self, slot: Slot) -> dict[str, Any]:
+        place = self._slots.index(slot)
         return {
-            "step": self._num_steps,
+            "step": self._num_steps[place],
             "sparse_steps": self._num_sparse,
-            "num_measured": self._second.num_measured[self._slots.index(slot)],
+            "num_measured": self._second.num_measured[place],
             "exp_avg_sq": slot.part(self._second.square).clone(),
         }
 
     def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         mine = [states[slot.name] for slot in self._slots]
-        self._num_steps = max(state["step"] for state in mine)
+        self._num_steps = tuple(state["step"] for state in mine)
         self._num_sparse = max(state["sparse_steps"] for state in mine)
         square = torch.cat([state["exp_avg_sq"].flatten() for state in mine]).to(self._second.square)
         self._second = _SecondMoment(square, tuple(state["num_measured"] for state in mine))

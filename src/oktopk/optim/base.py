@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -47,12 +47,17 @@ class GroupUpdate(Update, Protocol):
         """Apply the weight decay of this step to the parameters that take part in it, in place."""
         ...
 
-    def commit(self, phase: Phase) -> None:
-        """The step was taken."""
+    def commit(self, phase: Phase, unused: Collection[str]) -> None:
+        """The step was taken, without these parameters."""
         ...
 
     def roll_back(self) -> None:
         """The step was not taken."""
+        ...
+
+    @property
+    def kept(self) -> Sequence[str]:
+        """The keys that `state_of` always has."""
         ...
 
     def state_of(self, slot: Slot) -> dict[str, Any]:
@@ -66,6 +71,8 @@ class GroupUpdate(Update, Protocol):
 
 MakeUpdate = Callable[[Layout, torch.device, int], GroupUpdate]
 """From a layout, its device and the number of ranks."""
+CheckOptions = Callable[[Mapping[str, Any]], object]
+"""ValueError for options of a param group that cannot be."""
 
 
 class UpdateOptimizer(OverlappingOptimizer):
@@ -79,6 +86,7 @@ class UpdateOptimizer(OverlappingOptimizer):
         params: Params,
         defaults: dict[str, Any],
         make_update: MakeUpdate,
+        check_options: CheckOptions,
         *,
         reducer: str | ReducerFactory,
         comm: str | Communicator,
@@ -90,9 +98,13 @@ class UpdateOptimizer(OverlappingOptimizer):
         settings: Settings | None,
         keywords: SettingsKeywords,
     ) -> None:
+        check_options(defaults)
         check_norm_clip(norm_clip)
         check_bucket_cap(bucket_cap_mb)
         Optimizer.__init__(self, params.named_parameters() if isinstance(params, Module) else params, defaults)
+        for group in self.param_groups:
+            check_options(group)
+        self._check_options = check_options
         named = _named(self.param_groups)
         place = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
         allreducer = AllReducer(reducer, comm=comm, trainer=trainer, exchanges="updates", settings=settings, **keywords)
@@ -104,6 +116,8 @@ class UpdateOptimizer(OverlappingOptimizer):
             g.layout: torch.zeros_like(g.flat) for g in groups if g.parameters[0].dtype in (torch.bfloat16, torch.half)
         }
         """What the parameters' dtype rounds away, so that small changes add up. The same on all ranks."""
+        self._begun: dict[Layout, dict[str, Any]] = {}
+        """The options that each group was handed in with."""
         self._done: dict[Layout, StepStats] = {}
         self._connect(allreducer, named, groups)
         self._models = QuietModels([p for _, p in named], allreducer.comm.size)
@@ -123,12 +137,14 @@ class UpdateOptimizer(OverlappingOptimizer):
 
         Raises:
             NonFiniteGradientError: On every rank alike, see AllReducer.reduce.
-            RuntimeError: What went wrong in the background, or gradients that were changed after they were handed in.
+            RuntimeError: What went wrong in the background, or gradients or options that were changed after the
+                gradients were handed in.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_nothing_changed()
         self._hand_in(self._norm_clip, (p for group in self.param_groups for p in group["params"]))
         if self._overlap and not self._models:  # DDP writes the gradients again
             for group in self._groups:
@@ -148,7 +164,7 @@ class UpdateOptimizer(OverlappingOptimizer):
         super().zero_grad(set_to_none)
 
     def _move(self, group: Group) -> None:
-        update, unused = self._updates[group.layout], self._done[group.layout].unused
+        update, unused = self._updates[group.layout], frozenset(self._done[group.layout].unused)
         if self.allreducer.last_step_skipped or len(unused) == len(group.parameters):
             update.roll_back()
             return
@@ -170,13 +186,29 @@ class UpdateOptimizer(OverlappingOptimizer):
                 whole -= change
                 parameter.copy_(whole)
                 rest.copy_(whole - parameter.float())
-        update.commit(self._done[group.layout].phase)
+        update.commit(self._done[group.layout].phase, unused)
 
     def _is_accumulating(self) -> bool:
         return self.local or self._models.is_accumulating()
 
+    def _options_now(self, group: Group) -> dict[str, Any]:
+        options = self.param_groups[self._options_of[group.layout]]
+        return {key: float(value) if isinstance(value := options[key], Tensor) else value for key in self.defaults}
+
+    def _check_nothing_changed(self) -> None:
+        """Updates were made of the gradients while backward ran; elsewhere, or on other ranks, it may be done now."""
+        for group in self._groups[: len(self._tickets)]:
+            now = self._options_now(group)
+            for key, begun in self._begun[group.layout].items():
+                if now[key] != begun:
+                    raise RuntimeError(
+                        f"{key} was changed from {begun!r} to {now[key]!r} after backward() had begun to reduce "
+                        "updates made with it: change it before backward(), or set overlap=False"
+                    )
+
     def _submit(self, group: Group) -> None:
-        self._updates[group.layout].begin(self.param_groups[self._options_of[group.layout]])
+        self._begun[group.layout] = self._options_now(group)
+        self._updates[group.layout].begin(self._begun[group.layout])
         group.mark_versions()
         super()._submit(group)
 
@@ -217,10 +249,7 @@ class UpdateOptimizer(OverlappingOptimizer):
         Raises:
             ValueError: The state of another model or optimizer.
         """
-        everything = [p for group in self.param_groups for p in group["params"]]
-        saved = cast("Mapping[int, Mapping[str, Any]]", state_dict["state"])
-        by_parameter = {id(p): saved[at] for at, p in enumerate(everything) if at in saved}
-        states = {group.layout: _states_of(group, by_parameter) for group in self._groups}
+        states = self._checked(state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for layout, by_name in states.items():
             self._updates[layout].load_state(by_name)
@@ -228,6 +257,59 @@ class UpdateOptimizer(OverlappingOptimizer):
             if rounding is not None:
                 for slot in layout.slots:
                     slot.part(rounding).copy_(by_name[slot.name]["rounding"].flatten())
+
+    def load_training_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `training_state_dict` was taken, also after an error.
+
+        Raises:
+            ValueError: The state of another rank, world, reducer, model or optimizer; nothing was changed.
+        """
+        for key in ("optimizer", "allreducer"):
+            if not isinstance(state.get(key), Mapping):
+                raise ValueError(
+                    f"the saved state has {key}={state.get(key)!r}: it is not that of training_state_dict()"
+                )
+        self._checked(state["optimizer"])
+        sizes = {slot.name: slot.numel for group in self._groups for slot in group.layout.slots}
+        for kind in ("residual", "velocity"):
+            for name, value in state["allreducer"].get("feedback", {}).get(kind, {}).items():
+                if sizes.get(name) != value.numel():
+                    raise ValueError(f"the saved {kind} of {name!r} has {value.numel()} elements, {_has(name, sizes)}")
+        super().load_training_state_dict(state)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[Layout, dict[str, Mapping[str, Any]]]:
+        """What a saved state has for each group; ValueError where it is of another model or optimizer."""
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(f"the saved state has no {key!r}: it is not that of state_dict()")
+        saved_groups = cast("list[dict[str, Any]]", state_dict["param_groups"])
+        sizes, found = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
+        if sizes != found:
+            raise ValueError(
+                f"the saved param groups have {found} parameters, mine have {sizes}: it is of another model"
+            )
+        for mine, group in zip(self.param_groups, saved_groups, strict=True):
+            for key in self.defaults:
+                if key not in group:
+                    raise ValueError(f"the saved param groups have no {key!r}: they are of another optimizer")
+            self._check_options(group)
+            names = zip(mine.get("param_names", ()), group.get("param_names", ()), strict=False)
+            for name, other in names:
+                if name != other:
+                    raise ValueError(
+                        f"the saved state has {other!r} where {name!r} is expected: it is of another model"
+                    )
+        everything = [p for group in self.param_groups for p in group["params"]]
+        saved = cast("Mapping[int, Mapping[str, Any]]", state_dict["state"])
+        by_parameter = {id(p): saved[at] for at, p in enumerate(everything) if at in saved}
+        return {
+            group.layout: _states_of(
+                group,
+                by_parameter,
+                [*self._updates[group.layout].kept, *(["rounding"] if group.layout in self._rounding else [])],
+            )
+            for group in self._groups
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "allreducer"):
@@ -248,9 +330,14 @@ def flag(options: Mapping[str, Any], key: str) -> bool:
 
 def number(options: Mapping[str, Any], key: str, least: float, below: float = float("inf")) -> float:
     """An option of a param group, which may be a tensor; ValueError where it is not in [least, below)."""
-    value = float(options[key])
+    try:
+        value = float(options[key])
+    except (TypeError, ValueError):
+        value = float("nan")
     if not least <= value < below:
-        span = f"at least {least:g}" if below == float("inf") else f"in [{least:g}, {below:g})"
+        span = (
+            f"a finite number, at least {least:g}" if below == float("inf") else f"a number in [{least:g}, {below:g})"
+        )
         raise ValueError(f"{key}={options[key]!r}: must be {span}")
     return value
 
@@ -269,13 +356,20 @@ def _named(param_groups: list[dict[str, Any]]) -> Named:
     return named
 
 
-def _states_of(group: Group, by_parameter: Mapping[int, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _states_of(
+    group: Group, by_parameter: Mapping[int, Mapping[str, Any]], keys: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
     states: dict[str, Mapping[str, Any]] = {}
     pairs: Iterable[tuple[Slot, Parameter]] = zip(group.layout.slots, group.parameters, strict=True)
     for slot, parameter in pairs:
         state = by_parameter.get(id(parameter))
         if state is None:
             raise ValueError(f"the saved state has nothing for {slot.name!r}: it is of another model")
+        for key in keys:
+            if key not in state:
+                raise ValueError(
+                    f"the saved state of {slot.name!r} has no {key!r}: it is of another optimizer or dtype"
+                )
         for key, value in state.items():
             if isinstance(value, Tensor) and value.numel() != slot.numel:
                 raise ValueError(
@@ -284,3 +378,8 @@ def _states_of(group: Group, by_parameter: Mapping[int, Mapping[str, Any]]) -> d
                 )
         states[slot.name] = state
     return states
+
+
+def _has(name: str, sizes: Mapping[str, int]) -> str:
+    mine = f"the parameter has {sizes[name]}" if name in sizes else "and there is no such parameter"
+    return f"{mine}: it is of another model"

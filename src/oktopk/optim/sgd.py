@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -66,7 +66,7 @@ class SGD(UpdateOptimizer):
                 saved states; parameters without names are numbered.
             lr: Learning rate. Groups and schedulers may change it.
             momentum: How slowly the velocity follows the gradients; 0: none.
-            dampening: Part of a gradient that does not go into the velocity, from the second step on.
+            dampening: Part of a gradient that does not go into the velocity, from the second step of its group on.
             weight_decay: Added to the gradient as `weight_decay * parameter`.
             nesterov: Look ahead.
             maximize: Go up instead of down.
@@ -90,11 +90,11 @@ class SGD(UpdateOptimizer):
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
-        _Options(defaults)
         super().__init__(
             params,
             defaults,
             _SgdUpdate,
+            _Options,
             reducer=reducer,
             comm=comm,
             trainer=trainer,
@@ -175,8 +175,8 @@ class _SgdUpdate:
             else:
                 parameter.sub_(velocity, alpha=options.lr)
 
-    def commit(self, phase: Phase) -> None:
-        del phase
+    def commit(self, phase: Phase, unused: Collection[str]) -> None:
+        del phase, unused
         self._num_steps += 1
 
     def roll_back(self) -> None:
@@ -184,9 +184,12 @@ class _SgdUpdate:
 
     @property
     def _gain(self) -> float:
-        return 1.0 if self._num_steps == 0 else 1.0 - self._options.dampening
+        """As in torch, without a momentum nothing is dampened."""
+        return 1.0 if self._num_steps == 0 or not self._options.momentum else 1.0 - self._options.dampening
 
     # --- states
+
+    kept = ("step",)
 
     def state_of(self, slot: Slot) -> dict[str, Any]:
         velocity = self._decay_velocity
@@ -196,6 +199,8 @@ class _SgdUpdate:
         mine = [states[slot.name] for slot in self._slots]
         self._num_steps = max(state["step"] for state in mine)
         self._decay_velocity = None
-        if all("decay_velocity" in state for state in mine):
-            velocity = torch.cat([state["decay_velocity"].flatten() for state in mine])
-            self._decay_velocity = velocity.to(device=self._device, dtype=torch.float32)
+        if any("decay_velocity" in state for state in mine):
+            self._decay_velocity = torch.zeros(self._numel, device=self._device)
+            for slot, state in zip(self._slots, mine, strict=True):
+                if "decay_velocity" in state:
+                    slot.part(self._decay_velocity).copy_(state["decay_velocity"].flatten())

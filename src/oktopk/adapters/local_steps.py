@@ -127,6 +127,8 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         self._under_way: deque[_Exchange] = deque()
         self._num_steps = 0
         self._num_exchanges = 0
+        self._sent = {g.layout: 0 for g in groups}
+        """After which step each group was exchanged last."""
         self._connect(allreducer, named, groups)
         self._drop_anchor()
 
@@ -167,7 +169,17 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         For the end of training. What the reducer does not apply stays owed.
         """
         self._land()
-        self._send(self._groups, wait=True)
+        if any(sent != self._num_steps for sent in self._sent.values()):
+            self._send(self._groups, wait=True)
+
+    def wait(self) -> None:
+        """Wait until exchanges that are under way are over; they are taken up when their time has come.
+
+        Call it before you use the communicator for anything else, where you set `delay`.
+        """
+        for exchange in self._under_way:
+            for ticket in exchange.tickets:
+                ticket.await_end()
 
     @contextmanager
     def agreed(self) -> Generator[None]:
@@ -206,6 +218,7 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
             before = self._anchor[group.layout].to(group.parameters[0].dtype)  # as it was put into the parameters
             torch.sub(before, value, out=group.flat)
             group.input_ready = mark(group.flat.device)
+            self._sent[group.layout] = self._num_steps
             self._submit(group)
         exchange = _Exchange(self._num_steps, groups, None if wait else values, plain, self._end_of_step())
         note = self._thread.submit(
@@ -263,6 +276,7 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         self._land()
         rounds = {
             "num_steps": self._num_steps,
+            "sent": {slot.name: sent for layout, sent in self._sent.items() for slot in layout.slots},
             "anchor": self._by_name(self._anchor),
             "outer_velocity": self._by_name(self._outer_velocity),
             "parameters": {
@@ -288,6 +302,7 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         self._num_steps, self._num_exchanges = rounds["num_steps"], self.allreducer.step
         self._outer_velocity.clear()
         for group in self._groups:
+            self._sent[group.layout] = rounds["sent"][group.layout.slots[0].name]
             _load(self._anchor[group.layout], group.layout, rounds["anchor"])
             if group.layout.slots[0].name in rounds["outer_velocity"]:
                 self._outer_velocity[group.layout] = torch.zeros_like(group.flat)

@@ -67,6 +67,14 @@ class TrainConfig(Settings):
     nsteps_update: int = _setting(1, "optimisation", "batches accumulated for one step")
     validate_every: int = _setting(1, "optimisation", "epochs between validations; the last epoch always has one")
 
+    compress: str = _setting(
+        "gradient", "compression", "what is exchanged: gradient, before the optimizer, or update, behind it"
+    )
+    local_steps: int = _setting(0, "compression", "steps between two exchanges of what they changed; 0: none is local")
+    outer_lr: float = _setting(1.0, "compression", "local_steps: part of the mean change that is applied")
+    outer_momentum: float = _setting(0.0, "compression", "local_steps: Nesterov momentum of the mean changes")
+    local_stream: bool = _setting(False, "compression", "local_steps: exchange the buckets in turn, not all at once")
+    local_delay: int = _setting(0, "compression", "local_steps: steps that go on while an exchange is under way")
     reducer: str = _setting(
         "oktopk", "compression", "which reducer exchanges the gradients; auto: measure, then decide"
     )
@@ -88,27 +96,29 @@ class TrainConfig(Settings):
             raise ConfigError(str(error)) from error
         least: dict[str, float] = {
             "batch_size": 1, "epochs": 1, "nsteps_update": 1, "workers": 1, "validate_every": 1, "max_steps": 0,
-            "checkpoint_every": -1, "record_gradients": 0, "lr_warmup_epochs": 0.0,
-            "density_ramp_steps": 0, "momentum": 0.0, "weight_decay": 0.0, "norm_clip": 0.0,
+            "local_steps": 0, "local_delay": 0, "outer_momentum": 0.0, "checkpoint_every": -1, "record_gradients": 0,
+            "lr_warmup_epochs": 0.0, "density_ramp_steps": 0, "momentum": 0.0, "weight_decay": 0.0, "norm_clip": 0.0,
         }  # fmt: skip
         for key, bound in least.items():
             value = getattr(self, key)
             if not value >= bound or value == math.inf:
                 raise ConfigError(f"{key}={value!r}: must be at least {bound:g}")
-        for key in ("lr", "lr_decay", "bucket_cap_mb"):
+        for key in ("lr", "lr_decay", "bucket_cap_mb", "outer_lr"):
             value = getattr(self, key)
             if not 0.0 < value < math.inf:
                 raise ConfigError(f"{key}={value!r}: must be a positive number")
         choices = {
             "comm": COMM_NAMES, "device": DEVICE_NAMES, "optimizer": ("sgd", "adamw"),
             "lr_schedule": ("divide", "steps", "linear", "cosine"), "task": tuple(TASKS),
+            "compress": ("gradient", "update"),
         }  # fmt: skip
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key}={getattr(self, key)!r}: must be one of {', '.join(allowed)}")
-        for key in ("momentum", "adam_beta2"):
+        for key in ("momentum", "adam_beta2", "outer_momentum"):
             if not getattr(self, key) < 1.0:
                 raise ConfigError(f"{key}={getattr(self, key)!r}: must be below 1")
+        self._check_compression()
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.lr_milestones):
             raise ConfigError(f"lr_milestones={self.lr_milestones!r}: must be epochs with commas, such as 81,122,155")
         if self.task_settings is None:
@@ -116,6 +126,20 @@ class TrainConfig(Settings):
         _check_task_settings(self.task_settings)
         if not self.name or Path(self.name).name != self.name or self.name in (".", ".."):
             raise ConfigError(f"name={self.name!r}: must be a plain folder name; use out_dir to put it elsewhere")
+
+    def _check_compression(self) -> None:
+        if self.compress == "update" and self.local_steps:
+            raise ConfigError(f"local_steps={self.local_steps}: exchanges changes already; leave compress at gradient")
+        exchanges_changes = self.compress == "update" or self.local_steps
+        if exchanges_changes and self.momentum_correction:
+            raise ConfigError(
+                f"momentum_correction={self.momentum_correction!r}: is for gradients; set it to 0, because what is "
+                "exchanged holds the momentum already"
+            )
+        if self.local_steps and self.reducer == "auto":
+            raise ConfigError("reducer='auto': measures steps that all exchange; choose a reducer for local_steps")
+        if self.local_delay and self.local_delay >= self.local_steps:
+            raise ConfigError(f"local_delay={self.local_delay}: must be below local_steps={self.local_steps}")
 
     @property
     def milestones(self) -> list[int]:

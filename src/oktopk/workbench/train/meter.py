@@ -58,7 +58,7 @@ class EpochMeter:
             "step": position.step,
             "epoch": position.epoch,
             "time_s": trainer.elapsed_s(),
-            "phase": "sparse" if any(stats.phase == "sparse" for stats in told) else "dense",
+            "phase": _phase(told),
             "loss": None if skipped else loss,
             "lr": trainer.optimizer.param_groups[0]["lr"],
             "skipped": skipped,
@@ -94,6 +94,13 @@ class EpochMeter:
     def of_this_worker(self) -> list[float]:
         """By RANK_COLUMNS, from `steps` on."""
         return [self._num_steps, *self._moved.values(), *self._seconds.values(), *self._reducing.values()]
+
+
+def _phase(told: list[StepStats]) -> str:
+    """Of the whole step; `local` where nothing was exchanged."""
+    if not told:
+        return "local"
+    return "sparse" if any(stats.phase == "sparse" for stats in told) else "dense"
 
 
 def _whole_sparsity(told: list[StepStats]) -> float | None:

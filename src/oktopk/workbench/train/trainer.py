@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from oktopk.adapters.grouping import make_groups
-from oktopk.adapters.optimizer import DistributedOptimizer
+from oktopk.adapters.local_steps import LocalSteps
 from oktopk.checks.finite import NonFiniteGradientError
 from oktopk.metrics.step_stats import StepStats
 from oktopk.schedule import Outline
@@ -26,7 +26,7 @@ from oktopk.workbench.train.auto import AUTO, Auto
 from oktopk.workbench.train.averaging import averaged_buffers
 from oktopk.workbench.train.config import TrainConfig
 from oktopk.workbench.train.meter import EpochMeter
-from oktopk.workbench.train.optimizers import inner_optimizer
+from oktopk.workbench.train.optimizers import TrainOptimizer, agreed_parameters, make_optimizer
 from oktopk.workbench.train.runlog import FolderLog, NullLog, RunLog
 from oktopk.workbench.train.schedule import density_ramp, learning_rate
 from oktopk.workbench.train.show import Display
@@ -141,11 +141,14 @@ class Trainer:
                 progress(record)
                 position.step += 1
                 position.step_in_epoch += 1
+        if isinstance(self.optimizer, LocalSteps):  # the workers are about to exchange figures
+            self.optimizer.wait()
         finished = position.step_in_epoch == self.steps_per_epoch
         done = position.step == self.num_steps
         record = meter.summary(self._mean_over_workers(meter.losses))
         if done or (position.epoch + 1) % self.config.validate_every == 0:
-            with self._profiler.stage("validate"), averaged_buffers(self._model, self._member):
+            agreed = agreed_parameters(self.optimizer)
+            with self._profiler.stage("validate"), averaged_buffers(self._model, self._member), agreed:
                 record.update(
                     {f"val_{key}" if key == "loss" else key: v for key, v in self._workload.validate().items()}
                 )
@@ -166,7 +169,8 @@ class Trainer:
         for part in range(parts):
             with meter.time("io"):
                 batch = next(batches)
-            self.optimizer.local = part < parts - 1
+            if not isinstance(self.optimizer, LocalSteps):  # these add up by themselves
+                self.optimizer.local = part < parts - 1
             with meter.time("forward"):
                 loss = self._workload.loss(batch) / parts
                 value = float(loss.detach())
@@ -179,6 +183,8 @@ class Trainer:
         try:
             with meter.time("wait"):
                 self.optimizer.step()
+                if isinstance(self.optimizer, LocalSteps) and self.position.step + 1 == self.num_steps:
+                    self.optimizer.synchronize()
         except NonFiniteGradientError as error:
             raise TrainingStopped(self._why_stopped(total, error)) from error
         told, self._told[:] = list(self._told), []
@@ -217,23 +223,14 @@ class Trainer:
         reducer = self.optimizer.allreducer.reducer if outline.sparse_steps else "dense"
         return {"reducer": reducer, "dense_steps": len(outline.dense_steps)}
 
-    def _make_optimizer(self) -> DistributedOptimizer:
+    def _make_optimizer(self) -> TrainOptimizer:
         config = self.config
         density: float | DensitySchedule = self.density
         if config.density_ramp_steps:
             density = density_ramp(self.density, config.warmup_steps, config.density_ramp_steps)
-        optimizer = DistributedOptimizer(
-            inner_optimizer(config, self._model),
-            self._model.named_parameters(),
-            self.auto.reducer if self.auto else config.reducer,
-            comm=self._member.comm,
-            trainer=self,
-            norm_clip=config.norm_clip or None,
-            bucket_cap_mb=config.bucket_cap_mb,
-            dense_vectors=config.dense_vectors,
-            settings=config.allreducer_settings(),
-            density=density,
-        )
+        reducer = self.auto.reducer if self.auto else config.reducer
+        comm = self._member.comm
+        optimizer = make_optimizer(config, self._model, reducer=reducer, density=density, comm=comm, trainer=self)
         if self.auto and not self.auto.compresses:
             optimizer.allreducer.compress_from(None)
         optimizer.add_listener(self._told.append)
@@ -301,24 +298,26 @@ class Trainer:
         return f"{self.config.task}, {self.num_parameters} parameters in {len(shapes)} tensors"
 
     def _save(self) -> None:
-        state = self.optimizer.training_state_dict()
-        own = {
-            "allreducer": state["allreducer"],
+        own: dict[str, Any] = {
             "buffers": {name: buffer.clone() for name, buffer in self._model.named_buffers()},
             "rng": torch.get_rng_state(),
             "workload": self._workload.state(),
         }
         if self._member.device.type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state(self._member.device)
-        shared = {
+        shared: dict[str, Any] = {
             "fingerprint": self.fingerprint,
             "config": json.dumps(self.config.as_dict()),
             "epoch": self.position.epoch,
             "step_in_epoch": self.position.step_in_epoch,
             "time_s": self.elapsed_s(),
-            "model": self._model.state_dict(),
-            "optimizer": state["optimizer"],
         }
+        state = self.optimizer.training_state_dict()
+        alike = () if isinstance(self.optimizer, LocalSteps) else ("optimizer",)
+        for key, part in state.items():
+            (shared if key in alike else own)[key] = part
+        with agreed_parameters(self.optimizer):
+            shared["model"] = {name: value.clone() for name, value in self._model.state_dict().items()}
         with self._profiler.stage("checkpoint"):
             path = checkpoint.save(self._checkpoints, self.position.step, shared, own, self._member.comm)
         logger.info("checkpoint %s", path)
@@ -330,9 +329,7 @@ class Trainer:
         self._model.load_state_dict(saved.shared["model"])
         for name, buffer in self._model.named_buffers():
             buffer.copy_(saved.own["buffers"][name])
-        self.optimizer.load_training_state_dict(
-            {"optimizer": saved.shared["optimizer"], "allreducer": saved.own["allreducer"]}
-        )
+        self.optimizer.load_training_state_dict({**saved.shared, **saved.own})
         torch.set_rng_state(saved.own["rng"])
         if self._member.device.type == "cuda" and "cuda_rng" in saved.own:  # older checkpoints have none
             torch.cuda.set_rng_state(saved.own["cuda_rng"], self._member.device)

@@ -28,6 +28,7 @@ from oktopk.metrics.trainer_lists import MetricLists, TrainerLists
 from oktopk.reduce.base import Reducer, Reduction
 from oktopk.reduce.dense import Dense
 from oktopk.reduce.description import ReducerFactory
+from oktopk.reduce.narrow import PACKINGS
 from oktopk.registry import describe, make_communicator, make_kernels
 from oktopk.schedule import NEVER, Outline, Schedule
 from oktopk.select.base import Accumulated
@@ -115,7 +116,7 @@ class AllReducer:
         self._correction = UpdateRule(momentum=momentum) if momentum else None
         self._feedback = Residual(self._kernels, Momentum("sent" if exchanges == "gradients" else "applied"))
         self._guard = Guard(self.settings.guard_every)
-        self._dense = Dense()
+        self._dense = Dense(PACKINGS[self.settings.dense_dtype])
         self._lanes = Lanes(factory, self.settings, self._kernels, self.comm, self._meter)
         self._schedule = Schedule(self.settings, self.reducer, whole_is_dense=exchanges == "updates")
         self._started: dict[Layout, _Started] = {}

@@ -13,11 +13,13 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 from oktopk.comm.base import DEFAULT_TIMEOUT_S
 from oktopk.kernels.by_device import KERNELS
 from oktopk.reduce.base import Thresholds
+from oktopk.reduce.narrow import PACKINGS
 from oktopk.wire import ValueEncoding
 
 DensitySchedule = Callable[[int], float]
 NonFinitePolicy = Literal["raise", "skip"]
 WireDtype = Literal["fp32", "bf16"]
+DenseDtype = Literal["fp32", "bf16", "int8"]
 KernelsName = Literal["auto", "torch", "numba", "triton"]
 WIRE_DTYPES = {encoding.name.lower(): encoding for encoding in ValueEncoding}
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,6 +60,13 @@ class Settings:
             "help": "how values travel: `fp32`, or `bf16` in half the bytes; what rounding takes away stays owed"
         },
     )
+    dense_dtype: DenseDtype = field(
+        default="fp32",
+        metadata={
+            "help": "how values travel in dense steps: `fp32`, `bf16`, or `int8` with a scale for each 1024; what "
+            "rounding takes away stays owed"
+        },
+    )
     guard_every: int = field(
         default=0,
         metadata={"help": "check the conservation law and the equality of all ranks every so many steps; 0: never"},
@@ -96,6 +105,7 @@ class Settings:
         for key, known in (
             ("nonfinite", ("raise", "skip")),
             ("wire_dtype", tuple(WIRE_DTYPES)),
+            ("dense_dtype", tuple(PACKINGS)),
             ("thresholds", ("exact", "reuse")),
             ("kernels", tuple(KERNELS)),
         ):
@@ -124,6 +134,7 @@ class SettingsKeywords(TypedDict, total=False):
     momentum_correction: float
     nonfinite: NonFinitePolicy
     wire_dtype: WireDtype
+    dense_dtype: DenseDtype
     guard_every: int
     thresholds: Thresholds
     tau: int

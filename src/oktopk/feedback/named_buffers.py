@@ -27,6 +27,8 @@ class NamedBuffers:
         """The memory of these parameters, which stays ours; None where all of it is zero."""
         if bucket.layout in self._flat:
             return self._flat[bucket.layout]
+        if not self._flat and not self._loose:
+            return None
         self._loosen(bucket.layout)
         if not any(slot.name in self._loose for slot in bucket.slots):
             return None

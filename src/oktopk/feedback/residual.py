@@ -34,6 +34,8 @@ class Owed:
         velocity: The momentum that went into `acc`.
         held: Parameters that no rank has a gradient for. They take no part in this step.
         apart: `acc` is this step's alone: what was owed before is left as it is.
+        carried: What earlier dense steps of updates rounded away, which went into this step's values.
+        rounded: What this one rounds away.
     """
 
     bucket: Bucket
@@ -42,6 +44,8 @@ class Owed:
     velocity: Velocity | None
     held: Sequence[Slot] = ()
     apart: bool = False
+    carried: Tensor | None = None
+    rounded: Tensor | None = None
 
     def hold(self, slots: Sequence[Slot]) -> None:
         self.held = slots
@@ -57,6 +61,8 @@ class Residual:
 
     def __init__(self, kernels: DeviceKernels, momentum: Momentum) -> None:
         self._memory = NamedBuffers()
+        self._carried = NamedBuffers()
+        """What dense steps of updates rounded away of gradients: it goes into the next gradient."""
         self._momentum = momentum
         self._kernels = kernels
         self._spare = Spare()
@@ -69,18 +75,22 @@ class Residual:
 
         With a rule, what it makes of the gradient and the velocity takes the gradient's place.
         """
-        gradient = bucket.flat.detach()
+        gradient, carried = self._with_carried(bucket)
         before = self._memory.get(bucket)
         before = None if before is None else before.to(gradient.device)
         velocity = None if rule is None else self._momentum.advance(bucket, rule)
         acc = selector.accumulate(before, gradient, self._spare.take(gradient), k, limit, velocity)
-        return Owed(bucket, acc, before, velocity)
+        return Owed(bucket, acc, before, velocity, carried=carried)
 
     def set_apart(self, bucket: Bucket, selector: BucketSelector, limit: float) -> Owed:
         """This step's values alone, which will all be applied: what is owed stays owed."""
-        values = bucket.flat.detach()
+        values, carried = self._with_carried(bucket)
         acc = selector.accumulate(None, values, self._spare.take(values), 0, limit)
-        return Owed(bucket, acc, None, None, apart=True)
+        return Owed(bucket, acc, None, None, apart=True, carried=carried)
+
+    def _with_carried(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+        values, carried = bucket.flat.detach(), self._carried.get(bucket)
+        return values if carried is None else values + carried, carried
 
     def follow(self, owed: Owed, mean: Tensor, rule: UpdateRule, comm: Communicator) -> Tensor:
         """In a dense step of updates: let the velocity follow the mean gradient; returns the change to apply."""
@@ -88,7 +98,6 @@ class Residual:
         for slot in owed.held:
             put_back(slot, owed.velocity.old, owed.velocity.new)
             slot.part(change).zero_()
-        self._retained.append((owed, None))
         return change
 
     def retain(self, owed: Owed, reduction: Reduction, rounding: Update | None) -> Tensor | None:
@@ -100,14 +109,17 @@ class Residual:
             rounding: What the applied mean lost to the gradient's dtype, None: nothing. It is the same on all ranks.
         """
         left = owed.acc.values
+        rounded = reduction.left if isinstance(reduction, DenseReduction) else None
+        self._carry(owed, rounded if owed.apart else None)
         if owed.apart:
             self._spare.give(left)
-            return None
+            self._retained.append((owed, None))
+            return rounded
         if owed.velocity is not None:
             self._momentum.forget(owed.velocity, left, owed.held, reduction)
         if isinstance(reduction, DenseReduction):
-            nothing = rounding is None and not owed.held
-            left = None if nothing else left.zero_()
+            nothing = rounded is None and rounding is None and not owed.held
+            left = None if nothing else left.zero_() if rounded is None else left.copy_(rounded)
         else:
             self._kernels.on(left.device).subtract(left, reduction.contribution.to(left.device))
         if left is not None:
@@ -118,8 +130,18 @@ class Residual:
         self._retained.append((owed, left))
         return left
 
+    def _carry(self, owed: Owed, rounded: Tensor | None) -> None:
+        """Carry what was rounded away into the next step; a parameter that is held keeps what was carried before."""
+        if owed.held and owed.carried is not None:
+            rounded = torch.zeros_like(owed.carried) if rounded is None else rounded.clone()
+            for slot in owed.held:
+                put_back(slot, owed.carried, rounded)
+        owed.rounded = rounded
+
     def commit(self) -> None:
         for owed, left in self._retained:
+            if owed.carried is not None or owed.rounded is not None:
+                self._carried.replace(owed.bucket, owed.rounded)
             if not owed.apart:
                 self._spare.give(self._memory.replace(owed.bucket, left))
             if owed.velocity is not None:
@@ -131,13 +153,16 @@ class Residual:
         self._retained.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residual": self._memory.state_dict(), **self._momentum.state_dict()}
+        carried = self._carried.state_dict()
+        parts = {"residual": self._memory.state_dict(), **self._momentum.state_dict()}
+        return parts | ({"carried": carried} if carried else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """ValueError for NaN or Inf."""
         memory = NamedBuffers.load("residual", state["residual"])
+        carried = NamedBuffers.load("carried rounding", state.get("carried", {}))
         self._momentum.load_state_dict(state)
-        self._memory = memory
+        self._memory, self._carried = memory, carried
         self._retained.clear()
 
 

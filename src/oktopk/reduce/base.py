@@ -19,13 +19,15 @@ Thresholds = Literal["exact", "reuse"]
 
 @dataclass(frozen=True)
 class DenseReduction:
-    """Every element of every rank's `acc` was applied; nothing of it is owed any more.
+    """Every element of every rank's `acc` was applied; nothing of it is owed any more but what was rounded away.
 
     Attributes:
         mean: What every rank applies, the same bits on all of them.
+        left: What of this rank's `acc` was rounded away, None: nothing.
     """
 
     mean: Tensor
+    left: Tensor | None = None
 
     @property
     def local_count(self) -> int:

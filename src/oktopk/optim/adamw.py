@@ -18,8 +18,13 @@ from oktopk.reduce.base import Phase
 from oktopk.reduce.description import ReducerFactory
 from oktopk.settings import Settings, SettingsKeywords, lists_settings
 
-FIRST_GAP = 16
-"""Sparse steps before the second moment is measured again for the first time; every later gap is twice as long."""
+_MEASUREMENTS = 32
+"""Of the second moment in the first _SOON sparse steps, and then in every time that is e times as long."""
+_SOON = 1024
+_FEWEST = 20
+"""Single gradients are noisy: a measurement counts for no more than one of so many, or of 1 / (1 - beta2)."""
+_FLOOR = 0.1
+"""Of the root mean square of a parameter's denominators: in sparse steps none is smaller."""
 _UNSEEN = 2.0**-26
 """A part of the momentum that fp32 does not see."""
 
@@ -30,14 +35,16 @@ class AdamW(UpdateOptimizer):
     Every rank has a momentum of its own and all share one second moment, so a rank's update is a linear map of its
     gradients, the same map on all ranks:
 
-    1. The momentum of this rank: `m = beta1 * m + (1 - beta1) * gradient`.
-    2. Its update: `lr * m / (1 - beta1^t) / (sqrt(v) + eps)`, added to what this rank owes.
+    1. The momentum of this rank: `m = beta * m + (1 - beta) * gradient`, with `sparse_beta1` for `beta`: what is owed
+       adds up over about 1 / density steps and is a momentum of its own.
+    2. Its update: `lr * m / (sqrt(v) + eps)`, with Adam's corrections of bias, added to what this rank owes.
     3. The reducer applies the largest sums over all ranks; what is not applied stays owed, in units of the parameters.
     4. Where anything was applied, every rank clears its momentum: what it would have added is on its way already.
     5. Decay is dense and local: `parameter *= 1 - lr * weight_decay`.
 
     `v` is measured in dense steps, which exchange the mean gradient: in the first `warmup_steps`, and then, beside a
-    sparse update, after 16 steps, after 32 more, after 64 more, and so on. A parameter that is used for the first time
+    sparse update, in every 32nd step at first and more and more rarely after a thousand. In sparse steps a denominator
+    is at least a tenth of the root mean square of all in its parameter. A parameter that is used for the first time
     later waits for a step, in which it is measured. With density 1.0 every step is dense and this is torch.optim.AdamW
     on the mean gradient.
 
@@ -64,6 +71,7 @@ class AdamW(UpdateOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        sparse_beta1: float = 0.5,
         maximize: bool = False,
         reducer: str | ReducerFactory = "oktopk",
         comm: str | Communicator = "auto",
@@ -84,6 +92,7 @@ class AdamW(UpdateOptimizer):
             betas: How slowly the momentum and the second moment follow.
             eps: Added to the denominator.
             weight_decay: Decoupled: `parameter *= 1 - lr * weight_decay` in every step.
+            sparse_beta1: Takes the place of `betas[0]` in sparse steps.
             maximize: Go up instead of down.
             reducer: A name from the registry, or a function that makes a Reducer from ReducerSettings.
             comm: "auto", "torch", "mpi" or a Communicator, see AllReducer.
@@ -101,7 +110,10 @@ class AdamW(UpdateOptimizer):
             ValueError: Names that stand twice, ranks with other parameters, an unknown name or setting, or a value that
                 cannot be.
         """
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "sparse_beta1": sparse_beta1, "maximize": maximize,
+        }  # fmt: skip
         super().__init__(
             params,
             defaults,
@@ -126,6 +138,7 @@ class _Options:
         self.lr = number(options, "lr", 0.0)
         self.eps = number(options, "eps", 0.0)
         self.weight_decay = number(options, "weight_decay", 0.0)
+        self.sparse_beta1 = number(options, "sparse_beta1", 0.0, 1.0)
         self.sign = -1.0 if flag(options, "maximize") else 1.0
         try:
             self.beta1, self.beta2 = (float(beta) for beta in options["betas"])
@@ -137,39 +150,38 @@ class _Options:
 
 
 class _SecondMoment:
-    """The mean square of the mean gradient, for each parameter as many measurements as it took part in."""
+    """The mean square of the mean gradient. `unknown`: for each parameter, the part that no measurement has filled."""
 
-    def __init__(self, square: Tensor, num_measured: tuple[int, ...]) -> None:
+    def __init__(self, square: Tensor, unknown: tuple[float, ...]) -> None:
         self.square = square
-        self.num_measured = num_measured
+        self.unknown = unknown
 
-    def measured(self, slots: Sequence[Slot], mean: Tensor, unused: Sequence[Slot], beta2: float) -> _SecondMoment:
-        square = self.square.mul(beta2).addcmul_(mean, mean, value=1.0 - beta2)
+    def measured(self, slots: Sequence[Slot], mean: Tensor, unused: Sequence[Slot], weight: float) -> _SecondMoment:
+        square = self.square.mul(1.0 - weight).addcmul_(mean, mean, value=weight)
         for slot in unused:
             slot.part(square).copy_(slot.part(self.square))
         idle = {slot.name for slot in unused}
-        counts = zip(slots, self.num_measured, strict=True)
-        return _SecondMoment(square, tuple(count + (slot.name not in idle) for slot, count in counts))
+        parts = zip(slots, self.unknown, strict=True)
+        return _SecondMoment(square, tuple(part * (1.0 if s.name in idle else 1.0 - weight) for s, part in parts))
 
-    def factor(self, slots: Sequence[Slot], beta2: float, eps: float, gains: tuple[float, ...]) -> Tensor:
-        """gain / (sqrt(v) + eps), and zero for a parameter that was never measured: it waits until it is."""
+    def factor(self, slots: Sequence[Slot], eps: float, floor: float, gains: tuple[float, ...]) -> Tensor:
+        """gain / (sqrt(v) + eps), and zero for a parameter that was never measured: it waits until it is.
+
+        `floor`: the least sqrt(v), as a part of its root mean square over the parameter.
+        """
         factor = self.square.sqrt()
-        if len(set(self.num_measured)) == 1:
-            _invert(factor, self.num_measured[0], beta2, eps)
-        else:
-            for slot, count in zip(slots, self.num_measured, strict=True):
-                _invert(slot.part(factor), count, beta2, eps)
-        for slot, gain in zip(slots, gains, strict=True):
+        for slot, unknown, gain in zip(slots, self.unknown, gains, strict=True):
+            root = slot.part(factor)
+            if unknown == 1.0:
+                root.zero_()
+                continue
+            root.div_(math.sqrt(1.0 - unknown))
+            if floor:
+                root.clamp_(min=floor * root.square().mean().sqrt())
+            root.add_(eps).reciprocal_()
             if gain != 1.0:
-                slot.part(factor).mul_(gain)
+                root.mul_(gain)
         return factor
-
-
-def _invert(root: Tensor, num_measured: int, beta2: float, eps: float) -> None:
-    if num_measured == 0:
-        root.zero_()
-    else:
-        root.div_(math.sqrt(1.0 - beta2**num_measured)).add_(eps).reciprocal_()
 
 
 class _AdamUpdate:
@@ -178,11 +190,16 @@ class _AdamUpdate:
     def __init__(self, layout: Layout, device: torch.device, num_ranks: int) -> None:
         self._slots = layout.slots
         self._num_ranks = num_ranks
-        self._second = _SecondMoment(torch.zeros(layout.numel, device=device), (0,) * len(layout.slots))
+        all_unknown = (1.0,) * len(layout.slots)
+        self._second = _SecondMoment(torch.zeros(layout.numel, device=device), all_unknown)
+        self._empty = all_unknown
+        """For each parameter, the part of its momentum that no gradient has filled."""
         self._num_steps = (0,) * len(layout.slots)
         """That each parameter took part in."""
         self._num_sparse = 0
         """Sparse steps since the last dense one."""
+        self._gap = 0
+        """Steps since the second moment was measured."""
         self._factor: Tensor | None = None
         self._made_with: tuple[object, ...] = ()
         """What the factor was made with, beside the second moment."""
@@ -197,30 +214,33 @@ class _AdamUpdate:
 
     @property
     def wants_mean(self) -> bool:
-        """After 16, 48, 112, ... sparse steps; and while a parameter waits that was used but never measured.
+        """When it is due, and while a parameter waits that was used but never measured.
 
         One that was never used does not wait: where one is never used, every step would exchange the mean.
         """
-        counts = zip(self._num_steps, self._second.num_measured, strict=True)
-        waits = any(steps > 0 and measured == 0 for steps, measured in counts)
+        parts = zip(self._num_steps, self._second.unknown, strict=True)
+        waits = any(steps > 0 and unknown == 1.0 for steps, unknown in parts)
         return waits or is_due(self._num_sparse + 1)
 
     def learn(self, mean: Tensor, unused: Sequence[Slot]) -> None:
-        self._measured = self._second.measured(self._slots, mean, unused, self._options.beta2)
+        beta2 = self._options.beta2
+        weight = min(1.0 - beta2 ** (self._gap + 1), max(1.0 - beta2, 1.0 / _FEWEST))
+        self._measured = self._second.measured(self._slots, mean, unused, weight)
         self._factor = None
 
-    def rule(self) -> UpdateRule:
-        options = self._options
-        arrived = [1.0 - options.beta1 ** (steps + 1) for steps in self._num_steps]
-        most = max(arrived)
-        gains = tuple(1.0 if most - each < _UNSEEN else most / each for each in arrived)
-        made_with = options.beta2, options.eps, gains
+    def rule(self, phase: Phase) -> UpdateRule:
+        options, beta1 = self._options, self._beta1(phase)
+        filled = [1.0 - beta1 * empty for empty in self._empty]
+        most = max(filled)
+        gains = tuple(1.0 if most - each < _UNSEEN else most / each for each in filled)
+        floor = _FLOOR if phase == "sparse" else 0.0
+        made_with = options.eps, floor, gains
         if self._factor is None or self._made_with != made_with:
             second = self._measured or self._second
-            self._factor, self._made_with = second.factor(self._slots, options.beta2, options.eps, gains), made_with
+            self._factor, self._made_with = second.factor(self._slots, *made_with), made_with
         return UpdateRule(
-            momentum=options.beta1,
-            gain=options.sign * (1.0 - options.beta1),
+            momentum=beta1,
+            gain=options.sign * (1.0 - beta1),
             scale=options.lr / most,
             factor=self._factor,
             cap=options.lr * self._cap,
@@ -233,15 +253,23 @@ class _AdamUpdate:
             torch._foreach_mul_(list(parameters), kept)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
     def commit(self, phase: Phase, unused: Collection[str]) -> None:
-        steps = zip(self._slots, self._num_steps, strict=True)
-        self._num_steps = tuple(count + (slot.name not in unused) for slot, count in steps)
+        took_part = [slot.name not in unused for slot in self._slots]
+        beta1 = self._beta1(phase)
+        self._num_steps = tuple(n + taking for n, taking in zip(self._num_steps, took_part, strict=True))
+        self._empty = tuple(
+            part * (beta1 if taking else 1.0) for part, taking in zip(self._empty, took_part, strict=True)
+        )
         self._num_sparse = 0 if phase == "dense" else self._num_sparse + 1
+        self._gap = self._gap + 1 if self._measured is None else 0
         if self._measured is not None:
             self._second, self._measured = self._measured, None
 
     def roll_back(self) -> None:
         if self._measured is not None:
             self._measured = self._factor = None
+
+    def _beta1(self, phase: Phase) -> float:
+        return self._options.beta1 if phase == "dense" else self._options.sparse_beta1
 
     @property
     def _cap(self) -> float:
@@ -258,14 +286,16 @@ class _AdamUpdate:
 
     # --- states
 
-    kept = ("step", "sparse_steps", "num_measured", "exp_avg_sq")
+    kept = ("step", "sparse_steps", "gap", "momentum_empty", "square_unknown", "exp_avg_sq")
 
     def state_of(self, slot: Slot) -> dict[str, Any]:
         place = self._slots.index(slot)
         return {
             "step": self._num_steps[place],
             "sparse_steps": self._num_sparse,
-            "num_measured": self._second.num_measured[place],
+            "gap": self._gap,
+            "momentum_empty": self._empty[place],
+            "square_unknown": self._second.unknown[place],
             "exp_avg_sq": slot.part(self._second.square).clone(),
         }
 
@@ -273,12 +303,19 @@ class _AdamUpdate:
         mine = [states[slot.name] for slot in self._slots]
         self._num_steps = tuple(state["step"] for state in mine)
         self._num_sparse = max(state["sparse_steps"] for state in mine)
+        self._gap = max(state["gap"] for state in mine)
+        self._empty = tuple(state["momentum_empty"] for state in mine)
         square = torch.cat([state["exp_avg_sq"].flatten() for state in mine]).to(self._second.square)
-        self._second = _SecondMoment(square, tuple(state["num_measured"] for state in mine))
+        self._second = _SecondMoment(square, tuple(state["square_unknown"] for state in mine))
         self._measured = self._factor = None
 
 
 def is_due(num_sparse: int) -> bool:
     """Whether the second moment is measured in that sparse step, counted from 1 after the last dense one."""
-    rounds = num_sparse // FIRST_GAP + 1
-    return num_sparse % FIRST_GAP == 0 and num_sparse > 0 and rounds & (rounds - 1) == 0
+    return num_sparse > 0 and _num_due(num_sparse) > _num_due(num_sparse - 1)
+
+
+def _num_due(num_sparse: int) -> int:
+    """How many measurements so many sparse steps have: as many in the first thousand as from one to 2.7 thousand."""
+    lapse = num_sparse / _SOON
+    return math.floor(_MEASUREMENTS * (lapse if lapse <= 1.0 else 1.0 + math.log(lapse)))

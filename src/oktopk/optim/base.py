@@ -105,6 +105,7 @@ class UpdateOptimizer(OverlappingOptimizer):
         for group in self.param_groups:
             check_options(group)
         self._check_options = check_options
+        self._option_names = tuple(defaults)  # torch adds some of its own when a state is loaded
         named = _named(self.param_groups)
         place = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
         allreducer = AllReducer(reducer, comm=comm, trainer=trainer, exchanges="updates", settings=settings, **keywords)
@@ -193,7 +194,7 @@ class UpdateOptimizer(OverlappingOptimizer):
 
     def _options_now(self, group: Group) -> dict[str, Any]:
         options = self.param_groups[self._options_of[group.layout]]
-        return {key: float(value) if isinstance(value := options[key], Tensor) else value for key in self.defaults}
+        return {key: float(value) if isinstance(value := options[key], Tensor) else value for key in self._option_names}
 
     def _check_nothing_changed(self) -> None:
         """Updates were made of the gradients while backward ran; elsewhere, or on other ranks, it may be done now."""
@@ -289,7 +290,7 @@ class UpdateOptimizer(OverlappingOptimizer):
                 f"the saved param groups have {found} parameters, mine have {sizes}: it is of another model"
             )
         for mine, group in zip(self.param_groups, saved_groups, strict=True):
-            for key in self.defaults:
+            for key in self._option_names:
                 if key not in group:
                     raise ValueError(f"the saved param groups have no {key!r}: they are of another optimizer")
             self._check_options(group)

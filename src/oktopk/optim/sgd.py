@@ -148,7 +148,8 @@ class _SgdUpdate:
     def learn(self, mean: Tensor, unused: Sequence[Slot]) -> None:
         del mean, unused
 
-    def rule(self) -> UpdateRule:
+    def rule(self, phase: Phase) -> UpdateRule:
+        del phase
         options = self._options
         return UpdateRule(
             momentum=options.momentum,

@@ -292,7 +292,7 @@ class AllReducer:
         if update is not None and owed.apart:
             with self._meter.measure(cost), self._meter.stage("apply"):
                 update.learn(bucket.flat, verdict.unused)
-                bucket.flat.copy_(self._feedback.follow(owed, bucket.flat, update.rule(), self.comm))
+                bucket.flat.copy_(self._feedback.follow(owed, bucket.flat, update.rule("dense"), self.comm))
         if self.settings.nonfinite == "raise":
             self._feedback.commit()
         return self._tell(bucket, started, reduction, verdict.unused)
@@ -335,7 +335,7 @@ class AllReducer:
             rule = self._correction
             if update is not None:
                 started.refreshed = update.wants_mean and self._exchange_mean(bucket, update)
-                rule = update.rule()
+                rule = update.rule("sparse")
             started.owed = self._feedback.compensate(bucket, lane.selector, 0 if is_dense else k, limit, rule)
         return started
 

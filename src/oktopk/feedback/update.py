@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oktopk.bucket import Slot
 from oktopk.kernels.base import UpdateRule
+from oktopk.reduce.base import Phase
 
 
 class Update(Protocol):
@@ -30,6 +31,6 @@ class Update(Protocol):
         """
         ...
 
-    def rule(self) -> UpdateRule:
-        """The rule of this step."""
+    def rule(self, phase: Phase) -> UpdateRule:
+        """The rule of this step, for a mean gradient (dense) or for this rank's own (sparse)."""
         ...

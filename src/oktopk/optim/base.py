@@ -190,7 +190,8 @@ class UpdateOptimizer(OverlappingOptimizer):
         update.commit(self._done[group.layout].phase, unused)
 
     def _is_accumulating(self) -> bool:
-        return self.local or self._models.is_accumulating()
+        under_no_sync = self._models.is_accumulating()  # asked first, because it looks for models that came later
+        return under_no_sync or self.local
 
     def _options_now(self, group: Group) -> dict[str, Any]:
         options = self.param_groups[self._options_of[group.layout]]

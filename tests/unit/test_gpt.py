@@ -208,7 +208,7 @@ def test_a_file_is_enough_whatever_its_size(tmp_path: Path, monkeypatch: pytest.
         read(tmp_path / "empty.txt")
     with pytest.raises(DataError, match=r"zero\.txt: is not UTF-8 text without NUL; convert it"):
         read(tmp_path / "zero.txt")
-    with pytest.raises(DataError, match=r"b\.txt: has 1 bytes of text, too few to hold some out"):
+    with pytest.raises(DataError, match=r"b\.txt: has 1 bytes of text, too few to hold some out; put more"):
         read(tmp_path / "b.txt")
 
 
@@ -221,11 +221,19 @@ def test_train_and_valid_are_taken_as_they_are(tmp_path: Path, monkeypatch: pyte
 def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"data_dir='.*nowhere': no such folder or file; leave data_dir out"):
         read(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="has 0 bytes of text, too few to hold some out; 0 files were left out"):
+    with pytest.raises(
+        DataError,
+        match="has 0 bytes of text, too few to hold some out; put more text files into it; 0 files were left out",
+    ):
         read(tmp_path)
     write(tmp_path, {"logo.png": b"\x89PNG\0", "a.txt": "a" * 19})
-    with pytest.raises(DataError, match="has 19 bytes of text, too few to hold some out; 1 files were left out"):
+    with pytest.raises(
+        DataError,
+        match="has 19 bytes of text, too few to hold some out; put more text files into it; 1 files were left out",
+    ):
         read(tmp_path)
+    with pytest.raises(DataError, match="data_dir='/dev/zero': no such folder or file"):
+        read(Path("/dev/zero"))
     write(tmp_path, {"train.txt": b"\xff\xfe", "valid.txt": ""})
     with pytest.raises(DataError, match=r"train\.txt: is not UTF-8 text"):
         read(tmp_path)

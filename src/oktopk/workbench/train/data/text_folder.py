@@ -41,13 +41,13 @@ def read_text(path: Path, without: Collection[Path]) -> FolderText:
     the folders `without` and the folders of earlier runs are passed over.
     """
     try:
-        if not path.exists():
+        if not (path.is_dir() or path.is_file()):
             raise DataError(
                 f"data_dir={str(path)!r}: no such folder or file; leave data_dir out to train on generated text"
             )
         if path.is_dir():
             return _split(path) or _joined(path, {each.resolve() for each in without})
-        return _cut(path, _read_whole(path, "put text into it"))
+        return FolderText(*_cut(path, _read_whole(path, "put text into it"), "put more text into it"))
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); make it readable") from error
 
@@ -79,19 +79,20 @@ def _joined(folder: Path, without: Collection[Path]) -> FolderText:
             left_out.append(path.relative_to(folder).as_posix())
         elif content:
             texts.append(content)
-    return _cut(folder, b"\n".join(texts), tuple(left_out))
+    fix = (
+        f"put more text files into it; {len(left_out)} files were left out: a text file is UTF-8 without NUL, has at "
+        f"most {MAX_FILE_BYTES >> 20} MiB, and no dot before its name"
+    )
+    return FolderText(*_cut(folder, b"\n".join(texts), fix), tuple(left_out))
 
 
-def _cut(path: Path, whole: bytes, left_out: tuple[str, ...] = ()) -> FolderText:
+def _cut(path: Path, whole: bytes, fix: str) -> tuple[bytes, bytes]:
     cut = len(whole) - min(len(whole) // _HELD_OUT_PART, MAX_HELD_OUT_BYTES)
     while cut < len(whole) and whole[cut] & 0xC0 == 0x80:  # inside of a character
         cut += 1
     if cut == len(whole):
-        raise DataError(
-            f"{path}: has {len(whole)} bytes of text, too few to hold some out; {len(left_out)} files were left out: a "
-            f"text file is UTF-8 without NUL, has at most {MAX_FILE_BYTES >> 20} MiB, and no dot before its name"
-        )
-    return FolderText(whole[:cut], whole[cut:], left_out)
+        raise DataError(f"{path}: has {len(whole)} bytes of text, too few to hold some out; {fix}")
+    return whole[:cut], whole[cut:]
 
 
 def _files(folder: Path, without: Collection[Path]) -> Iterator[Path]:

@@ -37,6 +37,12 @@ def train(adapter: str, name: str, steps: int, device: str) -> torch.Tensor:
         model = DDP(model, bucket_cap_mb=0.05)
         oktopk.attach(model, name, **SETTINGS)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elif adapter == "adamw":
+        settings = {**SETTINGS, "dense_dtype": "int8", "wire_dtype": "bf16"}
+        optimizer = oktopk.optim.AdamW(model.named_parameters(), 1e-2, reducer=name, bucket_cap_mb=0.05, **settings)
+    elif adapter == "local steps":
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = oktopk.LocalSteps(adamw, model.named_parameters(), 2, name, bucket_cap_mb=0.05, **SETTINGS)
     else:
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = oktopk.DistributedOptimizer(sgd, model.named_parameters(), name, bucket_cap_mb=0.05, **SETTINGS)
@@ -54,7 +60,7 @@ def world() -> GlooWorld:
     world.close()
 
 
-@pytest.mark.parametrize("adapter", ["ddp", "optimizer"])
+@pytest.mark.parametrize("adapter", ["ddp", "optimizer", "adamw", "local steps"])
 @pytest.mark.parametrize("name", list(REDUCERS))
 def test_ranks_sharing_a_gpu_over_gloo(adapter: str, name: str, world: GlooWorld) -> None:
     on_gpu = world.run(train, adapter, name, 8, "cuda")

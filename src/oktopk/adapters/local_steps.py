@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from oktopk.adapters.ddp import ddp_models_of
 from oktopk.adapters.grouped import (
     GroupedOptimizer,
     WrappingOptimizer,
@@ -40,9 +43,9 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
        `outer_momentum` is set. Afterwards all ranks have the same parameters, to the bit.
 
     In the first `warmup_steps` steps every step is followed by a dense exchange, whose mean is applied as it is.
-    `every=1` is update compression for
-    any optimizer. Replicas must start equal: construct them from one seed or call `broadcast_parameters()`. Take the
-    model itself, not a DDP model, whose own exchange would be one too many.
+    `every=1` is update compression for any optimizer. Replicas must start equal: construct them from one seed or call
+    `broadcast_parameters()`. Changes count from the parameters as the first step finds them. Take the model itself: a
+    DDP model is refused, because its own exchange would be one too many.
 
     Attributes:
         allreducer: The AllReducer that the changes pass. Its steps are exchanges.
@@ -99,18 +102,19 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
             **keywords: See Settings.
 
         Raises:
-            ValueError: Parameters without a name or with one name twice, ranks with other parameters, an unknown name
-                or setting, or a value that cannot be.
+            ValueError: Parameters without a name or with one name twice, ranks with other parameters, a model under
+                DDP, an unknown name or setting, or a value that cannot be.
         """
         check_norm_clip(norm_clip)
         check_bucket_cap(bucket_cap_mb)
         _check_whole("every", every, 1, None)
         _check_whole("delay", delay, 0, every)
-        if not outer_lr > 0:
-            raise ValueError(f"outer_lr={outer_lr!r}: must be positive")
+        if not 0.0 < outer_lr < math.inf:
+            raise ValueError(f"outer_lr={outer_lr!r}: must be a positive number")
         if not 0.0 <= outer_momentum < 1.0:
             raise ValueError(f"outer_momentum={outer_momentum!r}: must be in [0, 1)")
         named = named_parameters_of(optimizer, named_parameters)
+        _refuse_ddp({id(p) for _, p in named})
         self._inner = optimizer
         self._every = every
         self._delay = delay
@@ -129,8 +133,9 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         self._num_exchanges = 0
         self._sent = {g.layout: 0 for g in groups}
         """After which step each group was exchanged last."""
+        self._looked_for_ddp = False
+        """By the first step a DDP model was made, where there is one."""
         self._connect(allreducer, named, groups)
-        self._drop_anchor()
 
     # --- a step
 
@@ -138,22 +143,21 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         """Take a local step, and exchange what is due.
 
         Args:
-            closure: Passed on to the wrapped optimizer.
+            closure: Passed on to the wrapped optimizer. Gradients are clipped and looked at whenever it was called.
 
         Returns:
-            What the wrapped optimizer's step returned.
+            What the wrapped optimizer's step returned; None where the local step was left out.
 
         Raises:
             NonFiniteGradientError: On every rank alike, where a change holds NaN or Inf.
             RuntimeError: What went wrong in the background.
+            ValueError: At the first step, where the model is under DDP.
         """
-        self._refuse_strangers(p for group in self._inner.param_groups for p in group["params"])
-        gradients = [p.grad for group in self._groups for p in group.parameters if p.grad is not None]
-        if self._norm_clip is not None:
-            clip_(gradients, self._norm_clip)
-        result = None
-        if self.allreducer.settings.nonfinite == "raise" or _are_finite(gradients):
-            result = self._inner.step() if closure is None else self._inner.step(closure)
+        self._begin()
+        if not self._looked_for_ddp:
+            _refuse_ddp(self._group_of)
+            self._looked_for_ddp = True
+        result = self._local_step(closure)
         self._num_steps += 1
         self._land(self._delay)
         is_warm = self._num_exchanges < self.allreducer.settings.warmup_steps
@@ -169,8 +173,9 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         For the end of training. What the reducer does not apply stays owed.
         """
         self._land()
-        if any(sent != self._num_steps for sent in self._sent.values()):
-            self._send(self._groups, wait=True)
+        due = [group for group in self._groups if self._sent[group.layout] != self._num_steps]
+        if due:
+            self._send(due, wait=True)
 
     def wait(self) -> None:
         """Wait until exchanges that are under way are over; they are taken up when their time has come.
@@ -184,28 +189,71 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
     @contextmanager
     def agreed(self) -> Generator[None]:
         """The parameters are those of the last exchange, the same on all ranks; then this rank's own come back."""
-        own = {group.layout: [p.detach().clone() for p in group.parameters] for group in self._groups}
+        self._begin()
+        own = self._copies()
         for group in self._groups:
             _set(group, self._anchor[group.layout])
         try:
             yield
         finally:
-            with torch.no_grad():
-                for group in self._groups:
-                    for parameter, kept in zip(group.parameters, own[group.layout], strict=True):
-                        parameter.copy_(kept)
+            self._put_back(own)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._inner.zero_grad(set_to_none)
 
     def broadcast_parameters(self, root: int = 0) -> None:
+        self._land()
         super().broadcast_parameters(root)
         self._drop_anchor()
+
+    def _begin(self) -> None:
+        """Until the first step is taken, weights may have been loaded since construction."""
+        if not self._num_steps:
+            self._drop_anchor()
 
     def _drop_anchor(self) -> None:
         """The parameters are equal on all ranks: changes count from here."""
         for group in self._groups:
             self._anchor[group.layout].copy_(_values(group))
+            self._sent[group.layout] = self._num_steps
+
+    def _local_step(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return self._inner.step() if self._are_gradients_fine() else None
+        skips = self.allreducer.settings.nonfinite == "skip"
+        own = self._copies() if skips else {}  # an optimizer may move before it calls the closure again
+
+        def looked_at() -> Any:
+            loss = closure()
+            if not self._are_gradients_fine():
+                raise _LeaveOut
+            return loss
+
+        try:
+            return self._inner.step(looked_at)
+        except _LeaveOut:
+            self._put_back(own)
+            return None
+
+    def _are_gradients_fine(self) -> bool:
+        """Clip this rank's gradients; False where its local step is to be left out."""
+        self._refuse_strangers(p for group in self._inner.param_groups for p in group["params"])
+        gradients = [p.grad for group in self._groups for p in group.parameters if p.grad is not None]
+        if self._norm_clip is not None:
+            clip_(gradients, self._norm_clip)
+        return self.allreducer.settings.nonfinite == "raise" or _are_finite(gradients)
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._named()}
+
+    def _put_back(self, copies: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._named():
+                parameter.copy_(copies[name])
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
+        for group in self._groups:
+            yield from zip((slot.name for slot in group.layout.slots), group.parameters, strict=True)
 
     def _send(self, groups: list[Group], wait: bool, plain: bool = False) -> None:
         """Hand in what the local steps changed since these groups were exchanged last, and maybe wait for the outcome.
@@ -273,43 +321,61 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         Returns:
             `{"optimizer": the wrapped optimizer's state, "allreducer": ..., "local_steps": ...}`
         """
+        self._begin()
         self._land()
         rounds = {
             "num_steps": self._num_steps,
             "sent": {slot.name: sent for layout, sent in self._sent.items() for slot in layout.slots},
             "anchor": self._by_name(self._anchor),
             "outer_velocity": self._by_name(self._outer_velocity),
-            "parameters": {
-                slot.name: parameter.detach().clone()
-                for group in self._groups
-                for slot, parameter in zip(group.layout.slots, group.parameters, strict=True)
-            },
+            "parameters": self._copies(),
         }
-        return {**super().training_state_dict(), "local_steps": rounds}
+        state = super().training_state_dict()  # torch's holds the tensors that the next step writes into
+        return {**state, "optimizer": copy.deepcopy(state["optimizer"]), "local_steps": rounds}
 
     def load_training_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `training_state_dict` was taken, also after an error; overwrites the parameters.
 
         Raises:
-            ValueError: The state of another rank, world, reducer or model.
+            ValueError: The state of another rank, world, reducer, model or optimizer; nothing was changed.
         """
-        rounds = state["local_steps"]
-        for group in self._groups:
-            for slot in group.layout.slots:
-                if slot.name not in rounds["anchor"] or rounds["anchor"][slot.name].numel() != slot.numel:
-                    raise ValueError(f"the saved state has nothing that fits {slot.name!r}: it is of another model")
-        super().load_training_state_dict(state)
+        rounds = self._checked(state)
+        before = copy.deepcopy(self._inner.state_dict())
+        self._inner.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would go on in the saved tensors
+        try:
+            self.allreducer.load_state_dict(state["allreducer"])
+        except ValueError:
+            self._inner.load_state_dict(before)
+            raise
         self._num_steps, self._num_exchanges = rounds["num_steps"], self.allreducer.step
         self._outer_velocity.clear()
         for group in self._groups:
-            self._sent[group.layout] = rounds["sent"][group.layout.slots[0].name]
+            names = [slot.name for slot in group.layout.slots]
+            self._sent[group.layout] = min(rounds["sent"][name] for name in names)
             _load(self._anchor[group.layout], group.layout, rounds["anchor"])
-            if group.layout.slots[0].name in rounds["outer_velocity"]:
+            if any(name in rounds["outer_velocity"] for name in names):
                 self._outer_velocity[group.layout] = torch.zeros_like(group.flat)
                 _load(self._outer_velocity[group.layout], group.layout, rounds["outer_velocity"])
-            with torch.no_grad():
-                for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
-                    parameter.copy_(rounds["parameters"][slot.name])
+        self._put_back(rounds["parameters"])
+
+    def _checked(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of a saved state that is ours; ValueError where it does not fit."""
+        for key in ("optimizer", "allreducer", "local_steps"):
+            if not isinstance(state.get(key), Mapping):
+                raise ValueError(f"the saved state has no {key!r}: it is not that of LocalSteps.training_state_dict()")
+        rounds = cast("Mapping[str, Any]", state["local_steps"])
+        for key in ("num_steps", "sent", "anchor", "outer_velocity", "parameters"):
+            if key not in rounds:
+                raise ValueError(f"the saved state has no {key!r}: it is damaged; load an earlier one")
+        shapes = {name: tuple(p.shape) for name, p in self._named()}
+        saved = {name: tuple(p.shape) for name, p in rounds["parameters"].items()}
+        for name in (*shapes, *saved):
+            if shapes.get(name) != saved.get(name):
+                raise ValueError(
+                    f"the saved state has shape {saved.get(name)} for {name!r}, this model has {shapes.get(name)}: "
+                    "it is of another model"
+                )
+        return rounds
 
     def _by_name(self, flats: Mapping[Layout, Tensor]) -> dict[str, Tensor]:
         return {slot.name: slot.part(flat).clone() for layout, flat in flats.items() for slot in layout.slots}
@@ -354,7 +420,20 @@ def _set(group: Group, flat: Tensor) -> None:
 
 def _load(flat: Tensor, layout: Layout, by_name: Mapping[str, Tensor]) -> None:
     for slot in layout.slots:
-        slot.part(flat).copy_(by_name[slot.name])
+        if slot.name in by_name:
+            slot.part(flat).copy_(by_name[slot.name])
+
+
+class _LeaveOut(Exception):
+    """A closure made gradients that hold NaN or Inf."""
+
+
+def _refuse_ddp(parameters: Collection[int]) -> None:
+    """ValueError where one of these parameters, given by their ids, is a DDP model's."""
+    if ddp_models_of(parameters):
+        raise ValueError(
+            "the model is under DistributedDataParallel, whose own exchange would be one too many: use the model itself"
+        )
 
 
 def _are_finite(tensors: list[Tensor]) -> bool:

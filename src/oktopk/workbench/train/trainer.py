@@ -187,7 +187,8 @@ class Trainer:
                     self.optimizer.synchronize()
         except NonFiniteGradientError as error:
             raise TrainingStopped(self._why_stopped(total, error)) from error
-        told, self._told[:] = list(self._told), []
+        told = list(self._told)
+        del self._told[: len(told)]  # an exchange that is under way may be told of meanwhile
         return meter.record_step(total, told)
 
     def _why_stopped(self, loss: float, error: NonFiniteGradientError) -> str:

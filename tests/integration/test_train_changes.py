@@ -1,0 +1,146 @@
+"""The trainer with compressed updates and with local steps: two workers in real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oktopk.registry import make_communicator
+from oktopk.workbench.cli import main
+from oktopk.workbench.train.config import load_config
+from oktopk.workbench.train.main import train
+from oktopk.workbench.train.show import Silent
+from oktopk.workbench.worlds.membership import Member, Place
+from tests.worlds import GlooWorld
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16, "num_heads": 2, "sequence_length": 32, "batch_size": 2, "corpus_train": 12, "corpus_test": 3,
+    "dropout": 0.1, "lr_schedule": "divide", "batches_per_epoch": 8, "report": False, "quiet": True,
+    "min_sparse_numel": 0, "warmup_steps": 2, "density": 0.05, "guard_every": 1, "timeout_s": 60.0,
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "update, adamw": {"compress": "update", "optimizer": "adamw"},
+    "update, sgd": {"compress": "update", "optimizer": "sgd", "lr": 0.1},
+    "local steps": {"local_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "local steps of sgd": {"local_steps": 2, "optimizer": "sgd", "lr": 0.1, "norm_clip": 0.0, "nsteps_update": 2},
+}
+
+
+def train_on_this_rank(folder: str, name: str, values: dict[str, Any]) -> None:
+    comm = make_communicator("torch", 60.0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = load_config("gpt-mini", {**TINY, "out_dir": folder, "name": name, **values})
+    train(config, Member(Place("oktopk", rank, size, rank, size), comm, torch.device("cpu")), Silent())
+    comm.close()
+
+
+def final_state(run: Path, rank: int) -> dict[str, Any]:
+    """All that a checkpoint holds but times and settings."""
+    folder = run / "checkpoints" / json.loads((run / "checkpoints" / "latest.json").read_text())["checkpoint"]
+    shared = torch.load(folder / "shared.pt", weights_only=True)
+    own = torch.load(folder / f"rank_{rank}.pt", weights_only=True)
+    return flat({**{key: value for key, value in shared.items() if key not in ("config", "time_s")}, "own": own})
+
+
+def flat(state: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(state, dict):
+        return {key: value for part, each in state.items() for key, value in flat(each, f"{name}/{part}").items()}
+    if isinstance(state, list | tuple):
+        return {key: value for part, each in enumerate(state) for key, value in flat(each, f"{name}/{part}").items()}
+    return {name: state}
+
+
+def check_equal(left: Path, right: Path) -> None:
+    for rank in range(2):
+        mine, theirs = final_state(left, rank), final_state(right, rank)
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            same = torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
+            assert same, f"rank {rank}: {key}"
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_6_steps_resumed_for_6_more_equal_12_straight(way: str, gloo2: GlooWorld, tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch."""
+    folder, values = str(tmp_path), WAYS[way]
+    gloo2.run(train_on_this_rank, folder, "straight", {**values, "max_steps": 12, "epochs": 9})
+    gloo2.run(train_on_this_rank, folder, "pieces", {**values, "max_steps": 6, "epochs": 9})
+    gloo2.run(train_on_this_rank, folder, "pieces", {**values, "max_steps": 12, "epochs": 9, "resume": True})
+    straight, pieces = tmp_path / "straight", tmp_path / "pieces"
+    check_equal(straight, pieces)
+    assert any("residual" in key for key in final_state(straight, 0))
+    kept = ("step", "epoch", "phase", "loss", "lr", "sparsity", "bytes_sent")
+    assert [[s[key] for key in kept] for s in steps_of(straight)] == [
+        [s[key] for key in kept] for s in steps_of(pieces)
+    ]
+    every = values.get("local_steps", 1)
+    phases = ["dense"] * 2 + ["sparse" if (step + 1) % every == 0 else "local" for step in range(2, 12)]
+    assert [step["phase"] for step in steps_of(straight)] == phases
+    assert [step["bytes_sent"] > 0 for step in steps_of(straight)] == [phase != "local" for phase in phases]
+
+
+@pytest.mark.slow
+def test_a_stream_with_delay_resumed_in_the_middle_of_a_round(gloo2: GlooWorld, tmp_path: Path) -> None:
+    """From the checkpoint before the last, as if the run had been killed after it."""
+    values = {
+        "local_steps": 4,
+        "local_delay": 2,
+        "local_stream": True,
+        "bucket_cap_mb": 0.01,
+        "epochs": 3,
+        "batches_per_epoch": 6,
+    }
+    gloo2.run(train_on_this_rank, str(tmp_path), "straight", values)
+    shutil.copytree(tmp_path / "straight", tmp_path / "pieces")
+    (tmp_path / "pieces" / "checkpoints" / "latest.json").write_text('{"checkpoint": "step_00000012"}')
+    (tmp_path / "pieces" / "checkpoints" / "step_00000018" / "shared.pt").unlink()
+    gloo2.run(train_on_this_rank, str(tmp_path), "pieces", {**values, "resume": True})
+    check_equal(tmp_path / "straight", tmp_path / "pieces")
+    steps = steps_of(tmp_path / "straight")
+    assert len(steps) == 18
+    assert len({len(step["buckets"]) for step in steps[2:]}) > 1, "some steps exchange more than others"
+    own = [final_state(tmp_path / "straight", rank) for rank in range(2)]
+    anchors = [{key: value for key, value in each.items() if "/local_steps/" in key} for each in own]
+    for key, value in anchors[0].items():  # the end of training: nobody has parameters of its own any more
+        assert torch.equal(value, anchors[1][key]) if isinstance(value, torch.Tensor) else value == anchors[1][key]
+    losses = [step["loss"] for step in steps]
+    assert sum(losses[-4:]) < sum(losses[:4])
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compress", "update", "--local-steps", "4"], "local_steps=4: exchanges changes already; leave compress at"),
+        (["--compress", "update", "--momentum-correction", "0.9"], "momentum_correction=0.9: is for gradients; set it"),
+        (["--local-steps", "4", "--momentum-correction", "0.9"], "momentum_correction=0.9: is for gradients; set it"),
+        (["--local-steps", "4", "--reducer", "auto"], "reducer='auto': measures steps that all exchange; choose a"),
+        (["--local-steps", "4", "--local-delay", "4"], "local_delay=4: must be below local_steps=4"),
+        (["--local-delay", "1"], "local_delay=1: must be below local_steps=0"),
+        (["--local-steps", "-1"], "local_steps=-1: must be at least 0"),
+        (["--outer-lr", "0"], "outer_lr=0.0: must be a positive number"),
+        (["--outer-momentum", "1"], "outer_momentum=1.0: must be below 1"),
+        (["--compress", "both"], "compress='both': must be one of gradient, update"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line_and_leaves_nothing_behind(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "gpt-mini", "--workers", "1", "--out-dir", str(tmp_path / "out"), *arguments]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(lines) == 1, lines
+    assert message in lines[0]
+    assert not (tmp_path / "out").exists()

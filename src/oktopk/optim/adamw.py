@@ -192,10 +192,10 @@ class _AdamUpdate:
         self._num_ranks = num_ranks
         all_unknown = (1.0,) * len(layout.slots)
         self._second = _SecondMoment(torch.zeros(layout.numel, device=device), all_unknown)
-        self._empty = all_unknown
-        """For each parameter, the part of its momentum that no gradient has filled."""
         self._num_steps = (0,) * len(layout.slots)
         """That each parameter took part in."""
+        self._num_dense = (0,) * len(layout.slots)
+        """How many of them were dense."""
         self._num_sparse = 0
         """Sparse steps since the last dense one."""
         self._gap = 0
@@ -230,7 +230,9 @@ class _AdamUpdate:
 
     def rule(self, phase: Phase) -> UpdateRule:
         options, beta1 = self._options, self._beta1(phase)
-        filled = [1.0 - beta1 * empty for empty in self._empty]
+        steps = zip(self._num_steps, self._num_dense, strict=True)
+        # As torch has it: as if the betas had always been what they are now.
+        filled = [1.0 - beta1 * options.beta1**dense * options.sparse_beta1 ** (n - dense) for n, dense in steps]
         most = max(filled)
         gains = tuple(1.0 if most - each < _UNSEEN else most / each for each in filled)
         floor = _FLOOR if phase == "sparse" else 0.0
@@ -254,11 +256,9 @@ class _AdamUpdate:
 
     def commit(self, phase: Phase, unused: Collection[str]) -> None:
         took_part = [slot.name not in unused for slot in self._slots]
-        beta1 = self._beta1(phase)
         self._num_steps = tuple(n + taking for n, taking in zip(self._num_steps, took_part, strict=True))
-        self._empty = tuple(
-            part * (beta1 if taking else 1.0) for part, taking in zip(self._empty, took_part, strict=True)
-        )
+        if phase == "dense":
+            self._num_dense = tuple(n + taking for n, taking in zip(self._num_dense, took_part, strict=True))
         self._num_sparse = 0 if phase == "dense" else self._num_sparse + 1
         self._gap = self._gap + 1 if self._measured is None else 0
         if self._measured is not None:
@@ -286,7 +286,7 @@ class _AdamUpdate:
 
     # --- states
 
-    kept = ("step", "sparse_steps", "gap", "momentum_empty", "square_unknown", "exp_avg_sq")
+    kept = ("step", "sparse_steps", "gap", "dense_steps", "square_unknown", "exp_avg_sq")
 
     def state_of(self, slot: Slot) -> dict[str, Any]:
         place = self._slots.index(slot)
@@ -294,7 +294,7 @@ class _AdamUpdate:
             "step": self._num_steps[place],
             "sparse_steps": self._num_sparse,
             "gap": self._gap,
-            "momentum_empty": self._empty[place],
+            "dense_steps": self._num_dense[place],
             "square_unknown": self._second.unknown[place],
             "exp_avg_sq": slot.part(self._second.square).clone(),
         }
@@ -304,7 +304,7 @@ class _AdamUpdate:
         self._num_steps = tuple(state["step"] for state in mine)
         self._num_sparse = max(state["sparse_steps"] for state in mine)
         self._gap = max(state["gap"] for state in mine)
-        self._empty = tuple(state["momentum_empty"] for state in mine)
+        self._num_dense = tuple(state["dense_steps"] for state in mine)
         square = torch.cat([state["exp_avg_sq"].flatten() for state in mine]).to(self._second.square)
         self._second = _SecondMoment(square, tuple(state["square_unknown"] for state in mine))
         self._measured = self._factor = None

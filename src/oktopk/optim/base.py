@@ -273,7 +273,7 @@ class UpdateOptimizer(OverlappingOptimizer):
                 )
         self._checked(state["optimizer"])
         sizes = {slot.name: slot.numel for group in self._groups for slot in group.layout.slots}
-        for kind in ("residual", "velocity"):
+        for kind in ("residual", "velocity", "carried"):
             for name, value in state["allreducer"].get("feedback", {}).get(kind, {}).items():
                 if sizes.get(name) != value.numel():
                     raise ValueError(f"the saved {kind} of {name!r} has {value.numel()} elements, {_has(name, sizes)}")

@@ -44,14 +44,14 @@ def test_ddp_one_liner(tmp_path: Path) -> None:
     assert float(out.split()[-1]) == pytest.approx(float(said[1].split()[-1]), abs=0.01)  # other CPUs round otherwise
 
 
-def test_wrapper_alone(tmp_path: Path) -> None:
+def test_adamw_alone(tmp_path: Path) -> None:
     out = run([sys.executable], EXAMPLES[1], tmp_path)
     found = re.fullmatch(r"sparse: (\d+) of 33793 elements applied, 0 bytes sent\n", out)
     assert found, out
     assert int(found[1]) == round(0.02 * 33793)
 
 
-def test_wrapper_under_mpirun_sends_what_the_readme_says(tmp_path: Path) -> None:
+def test_adamw_under_mpirun_sends_what_the_readme_says(tmp_path: Path) -> None:
     launcher = [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
     out = run(launcher, EXAMPLES[1], tmp_path)
     pattern = r"sparse: (\d+) of 33793 elements applied, (\d+) bytes sent"

@@ -97,7 +97,7 @@ class DistributedOptimizer(WrappingOptimizer, OverlappingOptimizer):
         self._synchronized = False
         allreducer = AllReducer(reducer, comm=comm, trainer=trainer, settings=settings, **keywords)
         self._connect(allreducer, named, make_groups(named, bucket_cap_mb, dense_vectors))
-        self._warn_of_momentum()
+        self._warn_of_memory()
         self._watch_gradients(overlap=norm_clip is None)  # clipping needs all gradients
 
     # --- a step
@@ -169,18 +169,22 @@ class DistributedOptimizer(WrappingOptimizer, OverlappingOptimizer):
 
     # --- what users ask for
 
-    def _warn_of_momentum(self) -> None:
-        settings = self.allreducer.settings
-        has_momentum = any(group.get("momentum") for group in self._inner.param_groups)
-        if has_momentum and self.allreducer.reducer != "dense" and not settings.momentum_correction:
-            momentum = next(group["momentum"] for group in self._inner.param_groups if group.get("momentum"))
-            if self.allreducer.comm.rank == 0:
-                logger.warning(
-                    "the optimizer has momentum %g behind a sparse reducer, which trains worse than dense: give the "
-                    "optimizer momentum 0 and set momentum_correction=%g",
-                    momentum,
-                    momentum,
-                )
+    def _warn_of_memory(self) -> None:
+        """An optimizer that remembers gradients takes a sum of many that arrives at once for one large gradient."""
+        if self.allreducer.reducer == "dense" or self.allreducer.comm.rank != 0:
+            return
+        momentum = next((group["momentum"] for group in self._inner.param_groups if group.get("momentum")), None)
+        if momentum and not self.allreducer.settings.momentum_correction:
+            logger.warning(
+                "the optimizer has momentum %g behind a sparse reducer, which trains worse than dense: give the "
+                "optimizer momentum 0 and set momentum_correction=%g",
+                momentum,
+                momentum,
+            )
+        if any("betas" in group for group in self._inner.param_groups):
+            kind = type(self._inner).__name__
+            better = "oktopk.optim.AdamW" if kind in ("Adam", "AdamW") else "oktopk.LocalSteps with every=1"
+            logger.warning("%s behind a sparse reducer trains worse than dense: use %s", kind, better)
 
     # --- the face of a torch optimizer
 

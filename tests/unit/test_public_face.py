@@ -609,12 +609,36 @@ def test_momentum_behind_a_sparse_reducer_is_warned_of_once(
     assert all("momentum_correction=0.9" in message for message in found)
 
 
-def test_optimizers_without_momentum_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def warnings_of(
+    make: Callable[..., torch.optim.Optimizer], caplog: pytest.LogCaptureFixture, reducer: str = "oktopk"
+) -> list[str]:
     model = nn.Linear(4, 2)
     comm = SimulatedCommunicator(World(1), 0)
     with caplog.at_level(logging.WARNING, logger="oktopk"):
-        oktopk.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), comm=comm).close()
-    assert not caplog.records
+        inner = make(model.parameters())
+        oktopk.DistributedOptimizer(inner, model.named_parameters(), reducer, comm=comm).close()
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_optimizers_without_momentum_are_not_warned_of(
+    make: Callable[..., torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert warnings_of(make, caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "better"),
+    [(torch.optim.AdamW, "oktopk.optim.AdamW"), (torch.optim.Adam, "oktopk.optim.AdamW"), (torch.optim.NAdam, "Local")],
+)
+def test_adam_behind_a_sparse_reducer_is_warned_of_and_behind_a_dense_one_not(
+    make: Callable[..., torch.optim.Optimizer], better: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (message,) = warnings_of(make, caplog)
+    assert message.startswith(f"{make.__name__} behind a sparse reducer trains worse than dense: use ")
+    assert better in message
+    caplog.clear()
+    assert warnings_of(make, caplog, "dense") == []
 
 
 def test_a_hook_state_refuses_an_unknown_reducer_at_once() -> None:

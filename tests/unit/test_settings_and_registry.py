@@ -40,6 +40,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "nonfinite": ["", "Raise", "ignore", None, True, 0, ["skip"]],
     "momentum_correction": [-0.1, 1.0, 1, 2.5, NAN, INF, "0.9", None, [0.9]],
     "wire_dtype": ["", "FP32", "fp16", "float32", "bfloat16", None, 0, 1, ["bf16"]],
+    "dense_dtype": ["", "INT8", "int4", "float32", None, 0, 8, ["int8"]],
     "thresholds": ["", "Exact", "reused", None, True, 0, ["exact"]],
     "kernels": ["", "Torch", "cuda", None, 3, ["torch"]],
     "timeout_s": [0, 0.0, -1, NAN, INF, "300", None, [300]],

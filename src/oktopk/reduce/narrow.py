@@ -13,6 +13,8 @@ from oktopk.sparse_vector import to_narrow
 
 _BLOCK = 1024
 _LEVELS = 127
+_LARGEST_SCALE = torch.finfo(torch.float32).max / (_LEVELS + 1)
+"""A little below the largest number's, so that rounding never makes Inf of the highest level."""
 
 
 class Packing(Protocol):
@@ -42,7 +44,7 @@ class Int8Packing:
 
     def pack(self, values: Tensor) -> Tensor:
         blocks = pad(values, (0, -values.numel() % _BLOCK)).view(-1, _BLOCK)
-        scales = blocks.abs().amax(1, keepdim=True) / _LEVELS
+        scales = (blocks.abs().amax(1, keepdim=True) / _LEVELS).clamp_(max=_LARGEST_SCALE)
         levels = torch.where(scales > 0, blocks / scales, 0.0).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
         return torch.cat([scales.view(-1).view(torch.uint8), levels.view(-1)[: values.numel()].view(torch.uint8)])
 

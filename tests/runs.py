@@ -33,6 +33,8 @@ class Recipe:
     buckets: Sequence[tuple[str, int]] = (("conv.weight..lstm.0.bias", 60_000), ("lstm.1.weight..out.bias", 40_000))
     density: float = 0.02
     reducer: str = "oktopk"
+    local_steps: int = 0
+    """After the dense steps, those between two exchanges."""
     skipped: frozenset[int] = frozenset()
     metrics: Mapping[str, Callable[[float], float]] = field(
         default_factory=lambda: {"wer": lambda part: 0.9 - 0.6 * part, "cer": lambda part: 0.6 - 0.5 * part}
@@ -95,17 +97,20 @@ def write_facts(folder: Path, recipe: Recipe) -> None:
 
 def _step(number: int, recipe: Recipe, chance: random.Random) -> dict[str, Any]:
     sparse, skipped = number >= recipe.dense_steps, number in recipe.skipped
-    buckets = [_bucket(name, n, sparse, skipped, recipe, chance) for name, n in recipe.buckets]
+    local = sparse and recipe.local_steps > 0 and (number + 1) % recipe.local_steps > 0
+    sparse = sparse and recipe.reducer != "dense"
+    exchanged = () if local else recipe.buckets
+    buckets = [_bucket(name, n, sparse, skipped, recipe, chance) for name, n in exchanged]
     applied = sum(b["n"] if b["phase"] == "dense" else b["global_count"] for b in buckets)
     record: dict[str, Any] = {
         "step": number,
         "epoch": number // recipe.steps_per_epoch,
-        "phase": "sparse" if sparse else "dense",
+        "phase": "local" if local else "sparse" if sparse else "dense",
         "time_s": 0.031 * (number + 1),
         "loss": None if skipped else 5.0 * math.exp(-number / 25) + 0.3 + 0.2 * chance.random(),
         "lr": 0.01,
         "skipped": skipped,
-        "sparsity": None if skipped else 1.0 - applied / sum(b["n"] for b in buckets),
+        "sparsity": None if skipped or local else 1.0 - applied / sum(b["n"] for b in buckets),
         "bytes_sent": sum(b["bytes_sent"] for b in buckets),
         "samples": 8 * recipe.workers,
         "seconds": {
@@ -168,6 +173,7 @@ def _write_epochs(folder: Path, recipe: Recipe, steps: Sequence[Mapping[str, Any
             **{name: value(part) if validated else "n/a" for name, value in recipe.metrics.items()},
             "lr": 0.01,
             "bytes_sent": sum(step["bytes_sent"] for step in mine),
+            "sent_of_dense": 0.3,
             "io_s": 0.1,
             "samples_per_s": 500.0,
             "memory_mb": 200.0,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,19 @@ import torch.distributed as dist
 
 from oktopk.registry import make_communicator
 from oktopk.workbench.cli import main
+from oktopk.workbench.train.budget import Budget, percent
 from oktopk.workbench.train.config import load_config
 from oktopk.workbench.train.main import train
 from oktopk.workbench.train.show import Silent
+from oktopk.workbench.train.trainer import Trainer
 from oktopk.workbench.worlds.membership import Member, Place
 from tests.worlds import GlooWorld
 
 TINY: dict[str, Any] = {
     "hidden_size": 16, "num_heads": 2, "sequence_length": 32, "batch_size": 2, "corpus_train": 12, "corpus_test": 3,
     "dropout": 0.1, "lr_schedule": "divide", "batches_per_epoch": 8, "report": False, "quiet": True,
-    "min_sparse_numel": 0, "warmup_steps": 2, "density": 0.05, "guard_every": 1, "timeout_s": 60.0,
+    "compress": "gradient", "dense_dtype": "fp32", "min_sparse_numel": 0, "warmup_steps": 2, "density": 0.05,
+    "guard_every": 1, "timeout_s": 60.0,
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "update, adamw": {"compress": "update", "optimizer": "adamw"},
@@ -118,6 +126,137 @@ def test_a_stream_with_delay_resumed_in_the_middle_of_a_round(gloo2: GlooWorld, 
     assert sum(losses[-4:]) < sum(losses[:4])
 
 
+# --- what is sent
+
+
+def last_row(run: Path) -> dict[str, str]:
+    with (run / "epochs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))[-1]
+
+
+def of_dense(run: Path) -> float:
+    """Computed anew: all that the first worker sent, by what a dense ring of all parameters sends in as many steps."""
+    n = json.loads((run / "run.json").read_text())["num_parameters"]
+    steps = steps_of(run)
+    return sum(step["bytes_sent"] for step in steps) / (len(steps) * 4 * 2 * n / 2)
+
+
+SMALL = {"bucket_cap_mb": 0.03, "reducer": "topkA"}  # oktopk's first thresholds cost as much as buckets of this size
+BUDGETS: dict[str, dict[str, Any]] = {
+    "gradient": {"density": 0.02},
+    "gradient, ramped": {"density_ramp_steps": 40, "wire_dtype": "bf16", "dense_vectors": True},
+    "update": {"compress": "update", "optimizer": "adamw"},
+    "update, int8": {"compress": "update", "optimizer": "adamw", "dense_dtype": "int8", **SMALL},
+    "update, sgd": {"compress": "update", "optimizer": "sgd", "lr": 0.1, "reducer": "topkA"},
+    "local steps": {"local_steps": 4},
+    "local steps, streamed": {"local_steps": 4, "local_stream": True, "local_delay": 2, **SMALL},
+    "local steps, dense": {"local_steps": 5, "reducer": "dense"},
+    "dense": {"reducer": "dense"},
+}
+
+
+def expect_and_train(folder: str, name: str, values: dict[str, Any]) -> tuple[float, str] | None:
+    comm = make_communicator("torch", 60.0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    member = Member(Place("oktopk", rank, size, rank, size), comm, torch.device("cpu"))
+    config = load_config("gpt-mini", {**TINY, "guard_every": 0, "out_dir": folder, "name": name, **values})
+    display = Planned()
+    train(config, member, display)
+    comm.close()
+    return display.told
+
+
+class Planned(Silent):
+    """Keeps the budget that is made before the first step."""
+
+    told: tuple[float, str] | None = None
+
+    def plan(self, trainer: Trainer) -> None:
+        budget = trainer.budget()
+        self.told = None if budget is None else (budget.of_dense, str(budget))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", BUDGETS)
+def test_what_is_expected_is_what_is_sent(way: str, gloo2: GlooWorld, tmp_path: Path) -> None:
+    """Within 15 %; and with a model of this size within a hundredth where all is dense."""
+    values = {"hidden_size": 32, "batches_per_epoch": 60, "epochs": 1, "warmup_steps": 6, **BUDGETS[way]}
+    (expected, words), _ = gloo2.run(expect_and_train, str(tmp_path), "run", values)
+    run = tmp_path / "run"
+    sent = float(last_row(run)["sent_of_dense"])
+    assert sent == pytest.approx(of_dense(run), rel=1e-12)
+    assert expected == pytest.approx(sent, rel=0.01 if "dense" in way else 0.15)
+    assert words.startswith("will send about ")
+    assert ("to measure the second moment" in words) == (values.get("optimizer") == "adamw" and "compress" in values)
+    refreshed = [bucket["refreshed"] for step in steps_of(run) for bucket in step["buckets"]]
+    assert any(refreshed) == ("to measure the second moment" in words)
+
+
+def test_a_budget_in_words() -> None:
+    budget = Budget(1000.0, num_dense=200, num_sparse=800, dense=25.0, sparse=8.0, measuring=1.0)
+    assert str(budget) == (
+        "will send about 3.4 % of what dense training sends: 2.5 % in 200 dense steps, 0.1 % to measure the second "
+        "moment, 0.8 % in 800 sparse steps"
+    )
+    assert str(Budget(1e6, num_sparse=30, sparse=123.0, are_steps=False)) == (
+        "will send about 0.012 % of what dense training sends: 0.012 % in 30 sparse exchanges"
+    )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_counts_what_was_sent_before(gloo2: GlooWorld, tmp_path: Path) -> None:
+    values = {"local_steps": 3, "local_delay": 1, "epochs": 2}
+    gloo2.run(train_on_this_rank, str(tmp_path), "run", {**values, "max_steps": 7})
+    first = float(last_row(tmp_path / "run")["sent_of_dense"])
+    gloo2.run(train_on_this_rank, str(tmp_path), "run", {**values, "max_steps": 16, "resume": True})
+    second = float(last_row(tmp_path / "run")["sent_of_dense"])
+    assert second == pytest.approx(of_dense(tmp_path / "run"), rel=1e-12)
+    assert 0 < second < first
+
+
+def test_old_checkpoints_and_single_workers_have_nothing_to_compare_with(tmp_path: Path) -> None:
+    arguments = ["train", "gpt-mini", *words_of(TINY), "--workers", "1", "--out-dir", str(tmp_path), "--name", "one"]
+    assert main([*arguments, "--max-steps", "3"]) == 0
+    assert last_row(tmp_path / "one")["sent_of_dense"] == "n/a"
+    file = tmp_path / "one" / "checkpoints" / "step_00000003" / "rank_0.pt"
+    saved = torch.load(file, weights_only=True)
+    assert saved.pop("bytes_sent") == 0
+    torch.save(saved, file)
+    assert main([*arguments, "--max-steps", "5", "--resume"]) == 0
+    assert last_row(tmp_path / "one")["sent_of_dense"] == "n/a"
+
+
+def words_of(values: dict[str, Any]) -> list[str]:
+    """As on a command line."""
+    given = [
+        part for key, value in values.items() if key != "quiet" for part in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    return [*given, "--quiet"]
+
+
+@pytest.mark.slow
+def test_plan_epochs_and_report_say_what_is_sent(tmp_path: Path) -> None:
+    """From the command line: local steps in a stream with delay, and a page about them."""
+    values = {**TINY, "report": True, "epochs": 2, "local_steps": 4, "local_stream": True, "local_delay": 2}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "oktopk", "train", "gpt-mini", *words_of(values), "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "gpt-mini"
+    assert "16 in all: 2 dense, then an exchange every 4" in done.stdout
+    assert re.search(
+        r"will send about [\d.]+ % of what dense training sends: [\d.]+ % in 2 dense exchanges", done.stdout
+    )
+    sent = of_dense(run)
+    assert f"({percent(sent)} of dense so far)" in done.stdout
+    assert re.search(r"local steps +. +\d+", done.stdout)
+    page = (run / "report.html").read_text()
+    assert f'data-key="sent_of_dense" data-value="{json.dumps(sent)}"' in page
+    local = sum(step["phase"] == "local" for step in steps_of(run))
+    assert f"{local} of 16 steps were local" in page
+    assert "damaged" not in page
+
+
 # --- bad input
 
 
@@ -139,7 +278,8 @@ def test_a_stream_with_delay_resumed_in_the_middle_of_a_round(gloo2: GlooWorld, 
 def test_what_does_not_go_together_is_one_line_and_leaves_nothing_behind(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "gpt-mini", "--workers", "1", "--out-dir", str(tmp_path / "out"), *arguments]) == 2
+    given = ["--workers", "1", "--compress", "gradient", "--out-dir", str(tmp_path / "out"), *arguments]
+    assert main(["train", "gpt-mini", *given]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 1, lines
     assert message in lines[0]

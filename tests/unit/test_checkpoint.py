@@ -74,6 +74,7 @@ def trainer_on(device: str, folder: Path, step: int) -> Any:
             comm=SimulatedCommunicator(World(1), 0),
         ),
         _profiler=NoProfile(),
+        _told=[],
         _checkpoints=folder,
     )
 

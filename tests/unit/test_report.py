@@ -142,6 +142,29 @@ KINDS: dict[str, tuple[Recipe, Callable[[Path], None] | None, list[str], set[str
         ["oktopk: 2.1 times as fast", "dense: <1>", "step 30: no"],
         set(),
     ),
+    "local steps": (
+        Recipe(local_steps=4),
+        None,
+        [
+            "30 of 60 steps were local: nothing was exchanged after them",
+            "30 of 60 steps are local and send nothing",
+            "In 10 sparse steps",
+            "A local step takes",
+        ],
+        set(),
+    ),
+    "local steps, dense exchanges": (
+        Recipe(local_steps=4, reducer="dense", config={"reducer": "dense"}),
+        None,
+        ["30 of 60 steps were local", "All exchanges were dense: every element was applied."],
+        SPARSE,
+    ),
+    "only local steps": (
+        Recipe(local_steps=100, dense_steps=0),
+        None,
+        ["60 of 60 steps were local", "All steps were local: nothing was exchanged."],
+        SPARSE | {"sparsity", "bytes-per-step"},
+    ),
     "no metrics": (Recipe(metrics={}), None, [], METRICS),
     "many buckets": (Recipe(buckets=[(f"layer.{i}", 3000) for i in range(9)], workers=5), None, [], set()),
 }

@@ -40,11 +40,22 @@ def expected_numbers(folder: Path, workers: int) -> dict[str, Any]:
         "loss": losses[-1] if losses else None,
         "steps_skipped": sum(step["skipped"] for step in steps),
         "bytes_total": sum(step["bytes_sent"] for step in steps),
+        "sent_of_dense": None
+        if workers == 1
+        else sum(step["bytes_sent"] for step in steps) / (len(steps) * 8 * 100_000 * (workers - 1) / workers),
         "samples_per_s": sum(s["samples"] for s in steps) / sum(sum(s["seconds"].values()) for s in steps),
     }
     for key, column in (("epoch_loss", "loss"), ("val_loss", "val_loss"), ("wer", "wer"), ("cer", "cer")):
         values = [float(row[column]) for row in epochs if row[column] != "n/a"]
         expected[key] = values[-1] if values else None
+    local = [step for step in steps if step["phase"] == "local" and not step["skipped"]]
+    if local:
+        expected |= {
+            "steps_local": len(local),
+            "step_ms_local": mean([1e3 * sum(step["seconds"].values()) for step in local]),
+            **{f"ms_local_{stage}": mean([1e3 * step["seconds"][stage] for step in local]) for stage in LOOP},
+            **{f"ms_local_{stage}": None for stage in REDUCTION},
+        }
     for phase in PHASES:
         mine = [step for step in steps if step["phase"] == phase and not step["skipped"]]
         sent = mean([step["bytes_sent"] for step in mine])
@@ -74,6 +85,7 @@ def test_the_numbers_of_a_page_are_those_of_the_files(tmp_path_factory: pytest.T
         dense_steps=data.draw(st.integers(0, num_steps)),
         steps_per_epoch=data.draw(st.integers(1, 20)),
         workers=workers,
+        local_steps=data.draw(st.sampled_from([0, 0, 1, 3])),
         skipped=data.draw(st.frozensets(st.integers(0, num_steps - 1), max_size=3)),
         profile=False,
         seed=data.draw(st.integers(0, 99)),
@@ -179,6 +191,34 @@ def test_what_was_chosen_and_the_thresholds_are_drawn_as_logged(drawn: Any) -> N
             assert by_bucket[name] == [step["buckets"][place][f"{side}_threshold"] for step in sparse]
     borders = [line for line in drawings["sparsity"].figure.axes[0].lines if list(line.get_xdata()) == [20.0, 20.0]]
     assert len(borders) == 1, "the border between dense and sparse is marked"
+
+
+@pytest.fixture
+def drawn_local(tmp_path: Path) -> tuple[list[dict[str, Any]], dict[str, Drawing]]:
+    steps = write_run(tmp_path / "made", Recipe(workers=4, local_steps=4))
+    with look():
+        made = run_drawings(load_run(tmp_path / "made"))
+    return steps, {each.name: each for each in made if isinstance(each, Drawing)}
+
+
+def test_local_steps_are_in_no_picture_of_exchanges_and_mark_no_border(drawn_local: Any) -> None:
+    steps, drawings = drawn_local
+    exchanges = [step for step in steps if step["phase"] != "local"]
+    assert [step["step"] for step in exchanges] == [*range(20), *range(23, 60, 4)]
+    found = lines_of(drawings["bytes-per-step"])
+    assert found["sent"] == [step["bytes_sent"] for step in exchanges]
+    assert found["dense ring"] == [8 * 100_000 * 3 / 4] * 30
+    assert drawings["bytes-per-step"].caption.endswith("30 of 60 steps are local and send nothing.")
+    assert lines_of(drawings["sparsity"])["sparsity"] == [step["sparsity"] for step in exchanges]
+    for name in ("sparsity", "loss-over-steps", "bytes-per-step"):
+        axes = drawings[name].figure.axes[0]
+        borders = [list(line.get_xdata()) for line in axes.lines if len(set(line.get_xdata())) == 1]
+        assert borders == [[20.0, 20.0]], "where the steps begin that lead to the first sparse exchange"
+        assert [text.get_text() for text in axes.texts] == ["sparse from here"]
+    axes = drawings["stages"].figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "dense loop", "dense reduction", "sparse loop", "sparse reduction", "local loop",
+    ]  # fmt: skip
 
 
 def test_stages_stand_in_two_bars_for_each_phase(drawn: Any) -> None:

@@ -123,8 +123,7 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         self._norm_clip = norm_clip
         allreducer = AllReducer(reducer, comm=comm, trainer=trainer, exchanges="updates", settings=settings, **keywords)
         groups = make_groups(named, bucket_cap_mb, dense_vectors, dtype=torch.float32)
-        self._turn = {g.layout: (at * every // len(groups) if stream else 0) for at, g in enumerate(groups)}
-        """After how many steps of a round a group is exchanged; 0: at its end."""
+        self._turn = dict(zip((g.layout for g in groups), turns(len(groups), every, stream), strict=True))
         self._anchor = {g.layout: torch.empty_like(g.flat) for g in groups}
         """The parameters that all ranks agreed on last, in fp32."""
         self._outer_velocity: dict[Layout, Tensor] = {}
@@ -401,6 +400,11 @@ class _Exchange:
     tickets: list[Ticket]
     skipped: list[bool] = field(default_factory=list[bool])
     """Filled when it is over."""
+
+
+def turns(num_groups: int, every: int, stream: bool) -> list[int]:
+    """After how many steps of a round each group is exchanged; 0: at its end."""
+    return [at * every // num_groups if stream else 0 for at in range(num_groups)]
 
 
 def _values(group: Group) -> Tensor:

@@ -98,14 +98,20 @@ class Prediction:
         return Prediction(factor * self.compute_s, factor * self.exchange_s)
 
 
+def expected_volume(reducer: str, n: int, k: int, num_ranks: int, common: float, value_bytes: int = 4) -> Volume:
+    """What a steady step of one bucket sends, where layers differ in scale as they do in training."""
+    skew = _SKEW if describe(reducer).regions == "equal" else 1.0
+    evened = k < _SMALL_SHARE * num_ranks
+    return volume(reducer, n, k, num_ranks, common, skew=skew, evened=evened, value_bytes=value_bytes)
+
+
 def predict(
     reducer: str, n: int, density: float, num_ranks: int, link: Link, machine: Machine, common: float
 ) -> Prediction:
     """A steady step of one bucket of n elements; `common`: see `simulate.volume.union_size`."""
     description = describe(reducer)
     k = max(1, round(density * n))
-    skew = _SKEW if description.regions == "equal" else 1.0
-    moved = volume(reducer, n, k, num_ranks, common, skew=skew, evened=k < _SMALL_SHARE * num_ranks)
+    moved = expected_volume(reducer, n, k, num_ranks, common)
     if description.work is None:
         return Prediction(0.0, _dense_seconds(moved.rounds[1:], num_ranks, link))
     work = description.work(steady_step(n, k, num_ranks, common)) if num_ranks > 1 else Work()

@@ -8,7 +8,7 @@ from itertools import pairwise
 from matplotlib.axes import Axes
 
 from oktopk.workbench.report.draw import INK, VERMILION, few_ticks
-from oktopk.workbench.report.run import Epoch, Run, Step
+from oktopk.workbench.report.run import LOCAL, Epoch, Run, Step
 
 _MOST_BORDERS = 8
 
@@ -65,20 +65,32 @@ def epoch_points(run: Run, scale: Scale, values: Sequence[float | None]) -> tupl
 
 
 def finish(axes: Axes, run: Run, scale: Scale = STEPS, say_border: bool = True) -> None:
-    """The x axis, and where dense steps end and sparse ones begin."""
+    """The x axis, and where dense steps end and sparse ones begin; local steps belong to the exchange they lead to."""
     axes.set_xlabel(scale.label)
     few_ticks(axes, whole=not isinstance(scale, TimeScale))
-    borders = [later for earlier, later in pairwise(run.steps) if earlier.phase != later.phase]
-    for index, step in enumerate(borders[:_MOST_BORDERS]):
+    found = list(zip(run.steps, _exchanges_ahead(run.steps), strict=True))
+    borders = [later for earlier, later in pairwise(found) if earlier[1] != later[1]]
+    for index, (step, phase) in enumerate(borders[:_MOST_BORDERS]):
         x = scale.of_step(step)
         axes.axvline(x, color=INK, linestyle=(0, (1, 2)), linewidth=1.2)
         if index == 0 and say_border:
             low, high = axes.get_xlim()
             right = x - low > 0.6 * (high - low)
             axes.annotate(
-                f"{step.phase} from here", (x, 1.0), xycoords=("data", "axes fraction"), va="bottom", fontsize=9,
+                f"{phase} from here", (x, 1.0), xycoords=("data", "axes fraction"), va="bottom", fontsize=9,
                 ha="right" if right else "left",
             )  # fmt: skip
+
+
+def _exchanges_ahead(steps: Sequence[Step]) -> list[str]:
+    """For each step the phase of the exchange that is its own or comes next; after the last one, that one's."""
+    exchanges = [step.phase for step in steps if step.phase != LOCAL]
+    ahead = exchanges[-1] if exchanges else LOCAL
+    found: list[str] = []
+    for step in reversed(steps):
+        ahead = ahead if step.phase == LOCAL else step.phase
+        found.append(ahead)
+    return found[::-1]
 
 
 def mark_skipped(axes: Axes, run: Run, scale: Scale) -> None:

@@ -30,7 +30,9 @@ def sparsity(run: Run) -> Drawing | Absent:
     axes.set_ylim(-0.03, 1.05)
     finish(axes, run)
     found = [value for step, value in points if step.phase == "sparse"]
-    caption = "All steps were dense: every element of the gradient was applied."
+    caption = "All exchanges were dense: every element was applied."
+    if all(step.phase == "dense" for step in run.steps):
+        caption = "All steps were dense: every element of the gradient was applied."
     if found:
         caption = (
             f"In {len(found):,} sparse step{'s' * (len(found) > 1)} {sum(found) / len(found):.2%} of the gradient was "

@@ -11,9 +11,9 @@ from oktopk.workbench.report import draw
 from oktopk.workbench.report.axis import STEPS, Scale, TimeScale, epoch_points, finish, mark_skipped, moved, places
 from oktopk.workbench.report.choosing import counts, sparsity, thresholds
 from oktopk.workbench.report.draw import BLUE, GREEN, ORANGE, PURPLE, SKY, SURFACE, VERMILION, Absent, Drawing
-from oktopk.workbench.report.run import Run
+from oktopk.workbench.report.run import LOCAL, Run
 from oktopk.workbench.report.sending import sent_bytes
-from oktopk.workbench.report.summary import PHASES, metric_label, per_step, stage_ms
+from oktopk.workbench.report.summary import metric_label, per_step, phases_of, stage_ms
 from oktopk.workbench.report.traffic import messages, rank_bytes, rank_seconds, who_to_whom
 
 _COLOURS = {
@@ -90,15 +90,17 @@ def metrics(run: Run, over: str, scale: Scale) -> Drawing | Absent:
 
 
 def stages(run: Run) -> Drawing | Absent:
-    """Two bars for each phase: the loop, and beside it the reduction."""
+    """Two bars for each phase: the loop, and beside it the reduction, which local steps do not have."""
     name, title = "stages", "Time of a step by stage"
-    found = {phase: stage_ms(run, phase) for phase in PHASES if run.taken(phase)}
+    found = {phase: stage_ms(run, phase) for phase in phases_of(run) if run.taken(phase)}
     if not any(sum(side.values()) for sides in found.values() for side in sides.values()):
         return Absent(name, title, "No step has times.")
     figure, (axes,) = draw.panels(title, height=2.5 + 0.65 * len(found))
     labels: list[str] = []
     for phase, sides in found.items():
         for side, by_stage in sides.items():
+            if phase == LOCAL and not by_stage:
+                continue
             left = 0.0
             for stage, value in by_stage.items():
                 axes.barh(len(labels), value, left=left, **_look(stage, side))

@@ -13,7 +13,7 @@ from oktopk.workbench.console.tables import byte_count
 from oktopk.workbench.report.run import Run, Step
 from oktopk.workbench.report.state import ending, remarks
 from oktopk.workbench.report.style import STYLE
-from oktopk.workbench.report.summary import PHASES, Number, final_numbers, share, stage_numbers, thousands
+from oktopk.workbench.report.summary import Number, final_numbers, phases_of, share, stage_numbers, thousands
 from oktopk.workbench.report.values import clean
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -65,7 +65,7 @@ def _section(run: Run, shown: Sequence[Shown]) -> str:
             _table("Final figures", ("", ""), ([each.label, each] for each in final_numbers(run))),
             _table(
                 "Milliseconds of a step by stage",
-                ("milliseconds of a step", *PHASES),
+                ("milliseconds of a step", *phases_of(run)),
                 ([label, *numbers] for label, numbers in stage_numbers(run)),
             ),
             "</div><h3>Pictures</h3>",

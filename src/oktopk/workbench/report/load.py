@@ -14,13 +14,13 @@ from typing import Any, cast
 from oktopk.workbench.console.words import UsageError
 from oktopk.workbench.recording.profile import NAMES, profile_files, read_profile
 from oktopk.workbench.recording.stages import LOOP_STAGES
-from oktopk.workbench.report.run import Bucket, Epoch, Profile, Run, Step
+from oktopk.workbench.report.run import LOCAL, Bucket, Epoch, Profile, Run, Step
 from oktopk.workbench.report.values import Values, clean, number, whole
 
 _MARKS = ("config.json", "run.json", "metrics.jsonl")
 _NO_METRICS = {
     "epoch", "step", "steps", "loss", "val_loss", "lr", "sparsity", "compression_ratio", "communication_size",
-    "bytes_sent", "memory_mb",
+    "bytes_sent", "sent_of_dense", "memory_mb",
 }  # fmt: skip
 """Columns of epochs.csv that every task has; others are the task's metrics, unless they are seconds or rates (`_s`)."""
 
@@ -114,7 +114,7 @@ def _steps(path: Path, problems: list[str]) -> tuple[list[Step], bool]:
             found = None
         values = Values(cast("dict[str, Any]", found) if isinstance(found, dict) else {})
         step = values.whole("step")
-        if step is not None and values.text("phase") in ("dense", "sparse"):
+        if step is not None and values.text("phase") in ("dense", "sparse", LOCAL):
             by_number[step] = values
         elif place == len(lines):
             problems.append("metrics.jsonl ends in half a line, as a run leaves it that is killed; it is left out.")

@@ -12,6 +12,9 @@ import numpy as np
 from oktopk.workbench.recording.profile import Header
 from oktopk.workbench.report.values import Values
 
+LOCAL = "local"
+"""The phase of a step after which nothing was exchanged."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -105,8 +108,11 @@ class Run:
 
     @property
     def num_parameters(self) -> int | None:
+        """Of run.json; else what a step exchanged at most."""
         found = self.facts.whole("num_parameters")
-        return found if found is not None or not self.steps else sum(bucket.n for bucket in self.steps[-1].buckets)
+        if found is not None or not self.steps:
+            return found
+        return max(sum(bucket.n for bucket in step.buckets) for step in self.steps)
 
     @property
     def metric_names(self) -> list[str]:
@@ -115,5 +121,5 @@ class Run:
         return [name for name in names if any(epoch.metrics.get(name) is not None for epoch in self.epochs)]
 
     def taken(self, phase: str | None = None) -> list[Step]:
-        """Steps that were not skipped, of one phase or of both."""
+        """Steps that were not skipped, of one phase or of all."""
         return [step for step in self.steps if not step.skipped and phase in (None, step.phase)]

@@ -11,7 +11,7 @@ from oktopk.workbench.console.tables import byte_count
 from oktopk.workbench.report import draw
 from oktopk.workbench.report.axis import finish, places
 from oktopk.workbench.report.draw import BLUE, GREEN, INK, VERMILION, Absent, Drawing
-from oktopk.workbench.report.run import Run
+from oktopk.workbench.report.run import LOCAL, Run
 from oktopk.workbench.report.summary import average, bound_bytes, dense_bytes, least_bytes, share
 
 
@@ -30,16 +30,19 @@ def sent_bytes(run: Run) -> Drawing | Absent:
         return Absent(name, title, "No step was logged.")
     if size == 1:
         return Absent(name, title, "One worker sends nothing.")
+    steps = [step for step in run.steps if step.phase != LOCAL]
+    if not steps:
+        return Absent(name, title, "All steps were local: nothing was exchanged.")
     figure, (axes,) = draw.panels(title, height=3.6)
-    sent = [float(step.bytes_sent) for step in run.steps]
-    draw.line(axes, places(run.steps), sent, "sent", color=BLUE, marker="o")
+    sent = [float(step.bytes_sent) for step in steps]
+    draw.line(axes, places(steps), sent, "sent", color=BLUE, marker="o")
     shown = list(sent)
     caption = f"A step sends {byte_count(average(sent))} on average."
     sparse, description = run.taken("sparse"), find(run.reducer or "")
     bound = description.bound if description else None
     if size is not None:
-        ring = [dense_bytes(step, size) for step in run.steps]
-        draw.line(axes, places(run.steps), ring, "dense ring", color=INK, linestyle="--")
+        ring = [dense_bytes(step, size) for step in steps]
+        draw.line(axes, places(steps), ring, "dense ring", color=INK, linestyle="--")
         shown += ring
     limits = _limits(run, bound, size) if size and bound and sparse else None
     if limits and bound:
@@ -50,6 +53,8 @@ def sent_bytes(run: Run) -> Drawing | Absent:
         shown += [*limits.own, *(limits.own_least or []), *limits.least]
     if size is not None:
         caption = _words(run, size, bound, limits)
+    if len(steps) < len(run.steps):
+        caption += f" {len(run.steps) - len(steps):,} of {len(run.steps):,} steps are local and send nothing."
     axes.set_ylabel("bytes")
     draw.log_where_it_helps(axes, shown, ratio=5.0)
     draw.formatted(axes.yaxis, byte_count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from oktopk.workbench.report.run import Run
+from oktopk.workbench.report.run import LOCAL, Run
 
 
 def ending(run: Run) -> str | None:
@@ -46,6 +46,9 @@ def remarks(run: Run) -> list[str]:
         said.append("One worker: it has nobody to send to, so all bytes and bounds are 0.")
     if run.workers is None:
         said.append("The number of workers is not known, so there are no bounds and no dense ring to compare with.")
+    local = len(run.taken(LOCAL))
+    if local:
+        said.append(f"{local} of {len(run.steps)} steps were local: nothing was exchanged after them.")
     if not run.taken("sparse"):
         said.append("No step was sparse: nothing was chosen, and there are no thresholds.")
     if not run.epochs:

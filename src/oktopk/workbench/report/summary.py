@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oktopk.metrics.trainer_lists import mean_or_none
@@ -10,9 +10,10 @@ from oktopk.reduce.description import lower_bound
 from oktopk.registry import describe
 from oktopk.workbench.console.tables import byte_count
 from oktopk.workbench.recording.stages import LOOP_STAGES, REDUCTION_STAGES
-from oktopk.workbench.report.run import Bucket, Run, Step
+from oktopk.workbench.report.run import LOCAL, Bucket, Run, Step
 
 PHASES = ("dense", "sparse")
+"""Of steps that exchange something."""
 WORD_BYTES = 4
 
 
@@ -53,6 +54,11 @@ def quotient(value: float | None, by: float | None) -> float | None:
     return value / by if value is not None and by else None
 
 
+def phases_of(run: Run) -> tuple[str, ...]:
+    """Local steps are named where there are any."""
+    return (*PHASES, LOCAL) if run.taken(LOCAL) else PHASES
+
+
 # --- bytes
 
 
@@ -64,6 +70,14 @@ def ring_bytes(n: float, workers: int) -> float:
 def dense_bytes(step: Step, workers: int) -> float:
     """What this step would have sent, had it been dense."""
     return sum(ring_bytes(bucket.n, workers) for bucket in step.buckets)
+
+
+def sent_of_dense(run: Run) -> float | None:
+    """What the first worker sent in all steps, as a part of what dense fp32 training sends in as many."""
+    if run.num_parameters is None or run.workers is None:
+        return None
+    dense = len(run.steps) * ring_bytes(run.num_parameters, run.workers)
+    return quotient(sum(step.bytes_sent for step in run.steps), dense)
 
 
 def bound_bytes(step: Step, workers: int, of: Callable[[Bucket], float]) -> float:
@@ -122,12 +136,18 @@ def final_numbers(run: Run) -> list[Number]:
         numbers.append(Number(name, metric_label(name), [value for value in values if value is not None][-1]))
     for phase in PHASES:
         numbers.append(Number(f"steps_{phase}", f"{phase} steps", len(run.taken(phase)), thousands))
+    local = run.taken(LOCAL)
+    if local:
+        numbers.append(Number("steps_local", "local steps, which exchange nothing", len(local), thousands))
     skipped = sum(step.skipped for step in run.steps)
     numbers.append(Number("steps_skipped", "skipped steps", skipped, thousands))
     for phase in PHASES:
         numbers += _phase_numbers(run, phase)
+    if local:
+        numbers.append(_step_ms(local, LOCAL))
     total = sum(step.bytes_sent for step in run.steps) if run.steps else None
     numbers.append(Number("bytes_total", "sent by the first worker in all", total, byte_count))
+    numbers.append(Number("sent_of_dense", "sent in all, against dense training", sent_of_dense(run), share))
     rate = quotient(sum(step.samples for step in run.steps), sum(_loop_s(step) for step in run.steps))
     numbers.append(Number("samples_per_s", "samples a second, all workers, without validation", rate))
     return numbers
@@ -147,31 +167,32 @@ def _phase_numbers(run: Run, phase: str) -> list[Number]:
         Number(f"compression_ratio_{phase}", f"compression ratio, {phase} steps", average(ratios)),
         Number(f"bytes_{phase}", f"sent in a {phase} step", sent, byte_count),
         Number(f"bytes_{phase}_of_ring", f"sent in a {phase} step, against a dense ring", quotient(sent, ring), share),
-        Number(
-            f"step_ms_{phase}",
-            f"milliseconds for a {phase} step",
-            average(1e3 * _loop_s(step) for step in steps),
-            per_step,
-        ),
+        _step_ms(steps, phase),
     ]
 
 
+def _step_ms(steps: Sequence[Step], phase: str) -> Number:
+    mean = average(1e3 * _loop_s(step) for step in steps)
+    return Number(f"step_ms_{phase}", f"milliseconds for a {phase} step", mean, per_step)
+
+
 def stage_numbers(run: Run) -> list[tuple[str, list[Number]]]:
-    """Rows of the table of stages: a label, and a number for each phase."""
-    by_phase = {phase: stage_ms(run, phase) for phase in PHASES}
+    """Rows of the table of stages: a label, and a number for each phase of `phases_of`."""
+    phases = phases_of(run)
+    by_phase = {phase: stage_ms(run, phase) for phase in phases}
     rows: list[tuple[str, list[Number]]] = []
     for side, label, stages in (
         ("loop", "training loop", LOOP_STAGES),
         ("reduction", "reduction", REDUCTION_STAGES),
     ):
         for stage in stages:
-            found = [by_phase[phase][side].get(stage) for phase in PHASES]
+            found = [by_phase[phase][side].get(stage) for phase in phases]
             rows.append(
                 (
                     f"{label}: {stage}",
                     [
                         Number(f"ms_{phase}_{stage}", stage, value, per_step)
-                        for phase, value in zip(PHASES, found, strict=True)
+                        for phase, value in zip(phases, found, strict=True)
                     ],
                 )
             )

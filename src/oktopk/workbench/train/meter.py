@@ -54,6 +54,9 @@ class EpochMeter:
                 self._moved[key] += getattr(stats, key)
             for stage, value in stats.seconds.items():
                 self._reducing[stage] += value
+        sent = sum(stats.bytes_sent for stats in told)
+        if position.bytes_sent is not None:
+            position.bytes_sent += sent
         return {
             "step": position.step,
             "epoch": position.epoch,
@@ -63,7 +66,7 @@ class EpochMeter:
             "lr": trainer.optimizer.param_groups[0]["lr"],
             "skipped": skipped,
             "sparsity": None if skipped else _whole_sparsity(told),
-            "bytes_sent": sum(stats.bytes_sent for stats in told),
+            "bytes_sent": sent,
             "samples": trainer.samples_per_step,
             "seconds": seconds,
             "buckets": [stats_record(stats) for stats in told],
@@ -85,6 +88,7 @@ class EpochMeter:
             "compression_ratio": mean_or_none(trainer.compression_ratios[first:]),
             "communication_size": mean_or_none(trainer.communication_sizes[first:]),
             "bytes_sent": self._moved["bytes_sent"],
+            "sent_of_dense": trainer.sent_of_dense(),
             **{f"{stage}_s": total for stage, total in self._seconds.items()},
             "communication_s": self._reducing["exchange"],
             "samples_per_s": self._num_steps * trainer.samples_per_step / elapsed,

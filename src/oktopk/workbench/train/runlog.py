@@ -18,8 +18,8 @@ from oktopk.workbench.recording.stages import LOOP_STAGES, REDUCTION_STAGES
 logger = logging.getLogger("oktopk")
 _EPOCH = ("epoch", "step", "time_s", "steps", "loss", "val_loss")
 _COSTS = (
-    "lr", "sparsity", "compression_ratio", "communication_size", "bytes_sent", "io_s", "forward_s", "backward_s",
-    "communication_s", "wait_s", "samples_per_s", "memory_mb",
+    "lr", "sparsity", "compression_ratio", "communication_size", "bytes_sent", "sent_of_dense", "io_s",
+    "forward_s", "backward_s", "communication_s", "wait_s", "samples_per_s", "memory_mb",
 )  # fmt: skip
 """Columns of epochs.csv, before and behind those of the task's metrics."""
 TRAFFIC = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
@@ -153,6 +153,7 @@ def stats_record(stats: StepStats) -> dict[str, Any]:
         "messages_received": stats.messages_received,
         "seconds": dict(stats.seconds),
         "skipped": stats.skipped,
+        "refreshed": stats.refreshed,
     }
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from oktopk.metrics.trainer_lists import mean_or_none
 from oktopk.workbench.console.tables import byte_count
+from oktopk.workbench.train.budget import percent
 
 if TYPE_CHECKING:
     from oktopk.workbench.train.trainer import Trainer
@@ -65,14 +66,19 @@ class Terminal:
         say(f"plan: {config.task}, {n:,} parameters, {size} worker{'s' if size > 1 else ''}, {config.reducer}")
         for line in trainer.auto.history() if trainer.auto else ():
             say(f"  auto: {line}")
+        every = config.local_steps
+        further = f"then an exchange every {every}" if every else f"{sparse} sparse"
         say(
-            f"  {trainer.steps_per_epoch} steps an epoch, {trainer.num_steps} in all: {dense} dense, {sparse} sparse"
-            + (f" from step {outline.sparse_steps.start}" if sparse else "")
+            f"  {trainer.steps_per_epoch} steps an epoch, {trainer.num_steps} in all: {dense} dense, {further}"
+            + (f" from step {outline.sparse_steps.start}" if sparse and not every else "")
         )
         say(
             f"  gradient to apply in a step: dense {byte_count(4 * n)}, sparse about {byte_count(8 * k)}"
             f" (density {trainer.density:g})"
         )
+        budget = trainer.budget()
+        if budget is not None:
+            say(f"  {budget}")
         if trainer.position.step:
             say(f"  resumed at step {trainer.position.step}")
         if outline.warning:
@@ -105,10 +111,12 @@ class Terminal:
 
     def epoch_done(self, record: Mapping[str, Any], metrics: Mapping[str, str]) -> None:
         judged = "".join(f"{name} {_figure(record.get(key))}, " for key, name in metrics.items())
+        against = record["sent_of_dense"]
+        so_far = "" if against is None else f" ({percent(against)} of dense so far)"
         self._console.print(
             f"epoch {record['epoch']}: loss {_figure(record['loss'])}, held-out {_figure(record.get('val_loss'))}, "
             f"{judged}sparsity {_figure(record['sparsity'])}, ratio {_figure(record['compression_ratio'], '.1f')}, "
-            f"sent {byte_count(record['bytes_sent'])}, {record['samples_per_s']:.0f} samples/s"
+            f"sent {byte_count(record['bytes_sent'])}{so_far}, {record['samples_per_s']:.0f} samples/s"
         )
 
     def summary(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
@@ -143,8 +151,11 @@ def summary_rows(
         ("held-out loss", _figure(record.get("val_loss"))),
         *((name, _figure(record.get(key))) for key, name in metrics.items()),
     ]
-    for phase in ("dense", "sparse"):
+    for phase in ("dense", "sparse", "local"):
         mine = [step for step in steps if step["phase"] == phase and not step["skipped"]]
+        if phase == "local":  # nothing was exchanged
+            rows += [("local steps", str(len(mine)))] if mine else []
+            continue
         rows.append((f"{phase} steps", str(len(mine))))
         if not mine:
             continue

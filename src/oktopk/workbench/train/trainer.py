@@ -21,9 +21,11 @@ from oktopk.schedule import Outline
 from oktopk.settings import DensitySchedule
 from oktopk.workbench.recording.gradients import GradientRecorder
 from oktopk.workbench.recording.profile import Profiler
+from oktopk.workbench.report.summary import ring_bytes
 from oktopk.workbench.train import checkpoint
 from oktopk.workbench.train.auto import AUTO, Auto
 from oktopk.workbench.train.averaging import averaged_buffers
+from oktopk.workbench.train.budget import Budget, expect
 from oktopk.workbench.train.config import TrainConfig
 from oktopk.workbench.train.meter import EpochMeter
 from oktopk.workbench.train.optimizers import TrainOptimizer, agreed_parameters, make_optimizer
@@ -49,6 +51,8 @@ class Position:
     step_in_epoch: int = 0
     time_s: float = 0.0
     """Of training in earlier runs that this one resumes."""
+    bytes_sent: int | None = 0
+    """By this worker since step 0, resumed parts included; None where an old checkpoint does not say."""
 
 
 class Trainer:
@@ -102,6 +106,17 @@ class Trainer:
     def elapsed_s(self) -> float:
         """Since training began, resumed parts added up."""
         return self.position.time_s + time.monotonic() - self._start
+
+    def sent_of_dense(self) -> float | None:
+        """What this worker sent so far, as a part of what dense fp32 training sends; None where that is nothing."""
+        position = self.position
+        dense = position.step * ring_bytes(self.num_parameters, self._member.place.size)
+        return None if position.bytes_sent is None or not dense else position.bytes_sent / dense
+
+    def budget(self) -> Budget | None:
+        """What the whole run will send; None for one worker."""
+        allreducer = self.optimizer.allreducer
+        return expect(self.config, self._model, allreducer, self.num_steps) if allreducer.comm.size > 1 else None
 
     # --- the run
 
@@ -317,6 +332,8 @@ class Trainer:
         alike = () if isinstance(self.optimizer, LocalSteps) else ("optimizer",)
         for key, part in state.items():
             (shared if key in alike else own)[key] = part
+        if self.position.bytes_sent is not None:  # an exchange that was under way has just been taken up
+            own["bytes_sent"] = self.position.bytes_sent + sum(stats.bytes_sent for stats in self._told)
         with agreed_parameters(self.optimizer):
             shared["model"] = {name: value.clone() for name, value in self._model.state_dict().items()}
         with self._profiler.stage("checkpoint"):
@@ -337,7 +354,11 @@ class Trainer:
         self._workload.load_state(saved.own.get("workload", {}))
         shared = saved.shared
         self.position = Position(
-            shared["step"], shared["epoch"], shared["step_in_epoch"], float(shared.get("time_s", 0.0))
+            shared["step"],
+            shared["epoch"],
+            shared["step_in_epoch"],
+            float(shared.get("time_s", 0.0)),
+            saved.own.get("bytes_sent"),
         )
         if self.position.step >= self.num_steps:
             raise checkpoint.CheckpointError(

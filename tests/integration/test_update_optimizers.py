@@ -243,7 +243,7 @@ def test_a_parameter_that_is_used_late_starts_as_in_torch(size: int) -> None:
 @pytest.mark.parametrize("name", list(REDUCERS))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_ranks_hold_the_same_bits_after_every_step(name: str, size: int) -> None:
-    results = simulate(size, lambda comm: train(comm, 10, width=8, reducer=name, bucket_cap_mb=400 / 2**20))
+    results = simulate(size, lambda comm: train(comm, 8, width=8, reducer=name, bucket_cap_mb=400 / 2**20))
     assert not torch.equal(results[0][-1], results[0][-2])
     for seen in results[1:]:
         assert all(map(torch.equal, seen, results[0]))
@@ -545,7 +545,7 @@ def test_momentum_is_cleared_where_something_was_applied_and_nowhere_else(name: 
     def run(comm: Communicator) -> list[tuple[str, Tensor, Tensor]]:
         side = OurSide(comm, torch.float64, reducer=name)
         seen = []
-        for step in range(14):
+        for step in range(12):
             before = torch.cat([side.flat(names) for names in GROUPS])
             side.step(step)
             after = torch.cat([side.flat(names) for names in GROUPS])
@@ -573,7 +573,7 @@ def test_momentum_is_cleared_where_something_was_applied_and_nowhere_else(name: 
             else:
                 sparse_steps += bool(applied.any()) and not bool(applied.all())
                 assert torch.equal(momentum == 0, applied)
-    assert sparse_steps >= 3 * 6
+    assert sparse_steps >= 3 * 5
 
 
 def test_dense_steps_leave_what_is_owed_and_clear_nothing() -> None:
@@ -912,8 +912,10 @@ def continued(
 @pytest.mark.parametrize("stop", [2, 8], ids=["dense", "sparse"])
 @each_kind
 def test_a_state_continues_bit_identically(kind: str, stop: int, dtype: torch.dtype) -> None:
+    steps = STEPS if (kind, stop, dtype) == ("adamw", 8, torch.float32) else 12
+
     def run(comm: Communicator, at: int | None) -> list[Tensor]:
-        return continued(comm, kind, at, STEPS, dtype, TINY_BUCKETS)
+        return continued(comm, kind, at, steps, dtype, TINY_BUCKETS)
 
     for left, right in zip(*(simulate(2, lambda comm, a=at: run(comm, a)) for at in (stop, None)), strict=True):
         assert all(map(torch.equal, left, right))
@@ -1007,14 +1009,17 @@ def poisoned(model: Net, value: float) -> Any:
     return model.hidden.weight.register_hook(lambda g: torch.full_like(g, value))
 
 
-@pytest.mark.parametrize("bad_step", [1, 6, 34], ids=["dense", "sparse", "measuring"])
-@each_kind
+@pytest.mark.parametrize(
+    ("kind", "bad_step"),
+    [("adamw", 1), ("adamw", 6), ("adamw", 34), ("sgd", 1), ("sgd", 6)],
+    ids=["adamw, dense", "adamw, sparse", "adamw, measuring", "sgd, dense", "sgd, sparse"],
+)
 def test_nonfinite_gradients_raise_on_all_ranks_and_a_saved_state_continues(kind: str, bad_step: int) -> None:
     def run(comm: Communicator, with_bad_step: bool) -> tuple[list[Tensor], str]:
         model = Net()
         optimizer = OURS[kind](model.named_parameters(), comm=comm, **SPARSE)
         seen, error = [], ""
-        for step in range(38):
+        for step in range(bad_step + 4):
             if step == bad_step and with_bad_step:
                 saved = optimizer.training_state_dict()
                 before = flat_parameters(model)
@@ -1036,8 +1041,7 @@ def test_nonfinite_gradients_raise_on_all_ranks_and_a_saved_state_continues(kind
         assert all(map(torch.equal, seen, expected))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-@each_kind
+@pytest.mark.parametrize(("kind", "value"), [("adamw", float("nan")), ("adamw", float("inf")), ("sgd", float("nan"))])
 def test_a_skipped_step_leaves_everything_as_it_was(kind: str, value: float) -> None:
     """Also in steps in which the second moment would have been measured: what was learned of it is forgotten."""
     bad_steps = {2, 6, 7, 36}  # the last dense step, and what would be the 32nd sparse one that is taken
@@ -1170,7 +1174,7 @@ def test_other_dtypes_train_in_step(kind: str, dtype: torch.dtype) -> None:
         model = Net().to(dtype)
         optimizer = OURS[kind](model.named_parameters(), comm=comm, **(SPARSE | {"warmup_steps": 12}))
         seen = []
-        for step in range(40):
+        for step in range(24):
             step_of(optimizer, model, comm.rank, step)
             seen.append(flat_parameters(model))
         optimizer.close()
@@ -1181,7 +1185,7 @@ def test_other_dtypes_train_in_step(kind: str, dtype: torch.dtype) -> None:
     for seen, loss in results:
         assert seen[-1].dtype == dtype
         assert all(map(torch.equal, seen, results[0][0]))
-        assert loss < before - 0.2
+        assert loss < before - 0.1
 
 
 # --- DDP
@@ -1336,7 +1340,7 @@ def accumulate_on_ddp(way: str, when: str) -> tuple[Tensor, int]:
 def test_no_sync_accumulates_like_local_and_like_no_overlap(when: str, gloo2: GlooWorld) -> None:
     expected = gloo2.run(accumulate_on_ddp, "local", "plain")
     assert expected[0][1] == 6
-    for way in ("no_sync", "local", "overlap"):
+    for way in ("no_sync", "local" if when == "after" else "overlap"):
         for parameters, steps in gloo2.run(accumulate_on_ddp, way, when):
             assert steps == 6, way
             assert torch.equal(parameters, expected[0][0]), way

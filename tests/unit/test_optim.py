@@ -379,6 +379,12 @@ def test_names_that_stand_twice_and_nothing_to_train_are_refused() -> None:
         AdamW(frozen)
 
 
+def test_complex_parameters_are_refused() -> None:
+    """Updates travel as real numbers: the imaginary part would be lost."""
+    with pytest.raises(ValueError, match=r"^'wave' is of torch.complex64: only real parameters can be trained$"):
+        AdamW([("wave", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))])
+
+
 def test_a_model_its_named_parameters_and_loose_ones_do_the_same() -> None:
     seen = []
     for give_params in (

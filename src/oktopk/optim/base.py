@@ -353,6 +353,9 @@ def _named(param_groups: list[dict[str, Any]]) -> Named:
         named += [(name, p) for name, p in zip(names, group["params"], strict=True) if p.requires_grad]
         count += len(names)
     check_names([name for name, _ in named])
+    for name, parameter in named:
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name!r} is of {parameter.dtype}: only real parameters can be trained")
     if not named:
         raise ValueError("the optimizer has no parameter that requires a gradient")
     return named

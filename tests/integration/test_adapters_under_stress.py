@@ -286,7 +286,8 @@ def never_used(adapter: str, nonfinite: str) -> tuple[float, bool]:
     for step in range(6):
         training.step(lambda model, step=step: loss_of(model, dist.get_rank(), step))
     feedback = training.allreducer.state_dict()["feedback"]
-    kept = [memory["branch.weight"].abs().sum() for memory in feedback.values() if "branch.weight" in memory]
+    memories = [memory for memory in feedback.values() if isinstance(memory, dict)]
+    kept = [memory["branch.weight"].abs().sum() for memory in memories if "branch.weight" in memory]
     training.close()
     return float(sum(kept)), torch.equal(before, training.net.branch.weight)
 

@@ -358,7 +358,7 @@ def test_momentum_behind_a_sparse_reducer_is_warned_of_once(
     optimizer: str, settings: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     simulate(2, lambda comm: train(comm, 3, optimizer, **(SPARSE | settings)))
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in caplog.records if not record.getMessage().startswith("AdamW behind")]
     assert len(said) == warned
     assert all("optimizer has momentum 0.9" in line and "set momentum_correction=0.9" in line for line in said)
 

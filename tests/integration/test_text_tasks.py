@@ -129,7 +129,8 @@ def test_bert_on_two_workers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpt_on_two_workers_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    arguments = [*GPT, *SHORT, "--dropout", "0.1", "--lr-schedule", "divide"]  # cosine knows the last step
+    # cosine knows the last step; a dense step of so few parameters in int8 is less than agreeing on a threshold
+    arguments = [*GPT, *SHORT, "--dropout", "0.1", "--lr-schedule", "divide", "--dense-dtype", "fp32"]
     done = launch([*arguments, "--max-steps", "6"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 in all: 3 dense, 3 sparse from step 3" in done.stdout
@@ -153,12 +154,12 @@ def test_gpt_on_two_workers_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path
 def test_gpt_learns(tmp_path: Path) -> None:
     code = train_here(
         *GPT, "--out-dir", str(tmp_path), "--hidden-size", "32", "--batch-size", "8", "--corpus-train", "50",
-        "--lr", "0.01", "--epochs", "3", "--warmup-steps", "10", "--report", "False", "--quiet",
+        "--lr", "0.01", "--epochs", "3", "--warmup-steps", "30", "--report", "False", "--quiet",
     )  # fmt: skip
     assert code == 0
     with (tmp_path / "gpt-mini" / "epochs.csv").open() as file:
         found = [float(row["bits_per_byte"]) for row in csv.DictReader(file)]
-    assert found[-1] < 3.6 < found[0] < 8
+    assert found[-1] < 2.6 < found[0] < 8
 
 
 def test_gpt_on_source_files_in_bf16(tmp_path: Path) -> None:

@@ -284,3 +284,16 @@ def test_what_does_not_go_together_is_one_line_and_leaves_nothing_behind(
     assert len(lines) == 1, lines
     assert message in lines[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [({"compress": "update"}, True), ({"compress": "update", "warmup_steps": 70}, False), ({}, False)],
+)
+def test_few_dense_steps_before_compressed_updates_are_warned_of(
+    changes: dict[str, Any], warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 10 of them a small GPT learned no more than how frequent letters are, with 30 it learned."""
+    values = {**TINY, "warmup_steps": 10, "max_steps": 75, "batches_per_epoch": 80, "out_dir": str(tmp_path), **changes}
+    assert main(["train", "gpt-mini", *words_of(values), "--workers", "1"]) == 0
+    assert ("dense steps are few to measure AdamW's second moment" in capsys.readouterr().out) == warned

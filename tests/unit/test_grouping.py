@@ -154,8 +154,10 @@ def test_a_gradient_that_was_changed_meanwhile_is_refused_by_name() -> None:
     group.mark_versions()
     group.fill()
     named[1][1].grad.mul_(2.0)  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(RuntimeError, match="'b' was changed"):
-        group.hand_back(frozenset())
+    with pytest.raises(RuntimeError, match="'b' was changed while it was being reduced: do this instead"):
+        group.check_versions("do this instead")
+    group.mark_versions()
+    group.check_versions("do this instead")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -14,14 +14,14 @@ pytest.importorskip("numba", reason="numba is not installed: there is nothing to
 SCRIPT = """
 import torch
 from oktopk.kernels import numba_loops as loops
-from oktopk.kernels.base import Velocity
+from oktopk.kernels.base import UpdateRule, Velocity
 from oktopk.kernels.numba_ops import NumbaKernels
 from oktopk.sparse_vector import SparseVector
 kernels = NumbaKernels()
 values = torch.arange(1.0, 200.0)
 some = SparseVector(torch.arange(0, 199, 2), values[::2].clone(), 199)
 kernels.accumulate(values, values, torch.empty(199), 3.0, 500, torch.device("cpu"))()
-velocity = Velocity(values, torch.empty(199), 0.9)
+velocity = Velocity(values, torch.empty(199), UpdateRule(momentum=0.9))
 kernels.accumulate(values, values, torch.empty(199), 3.0, 500, torch.device("cpu"), velocity)()
 kernels.above(values, 3.0, 500), kernels.kth_magnitude(values, 5), kernels.histogram(values, 0, 23, 256)
 kernels.sum([some, some]), kernels.restrict(some, some.indices), kernels.write(values, some)

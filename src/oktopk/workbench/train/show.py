@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 StepSink = Callable[[Mapping[str, Any]], None]
 
 
+_ENOUGH_DENSE_STEPS = 70
+"""docs/results/updates.md: with fewer, updates have the wrong size for a long time."""
+
+
 class Display(Protocol):
     def plan(self, trainer: Trainer) -> None: ...
     def note(self, text: str) -> None: ...
@@ -83,6 +87,11 @@ class Terminal:
             say(f"  resumed at step {trainer.position.step}")
         if outline.warning:
             say(f"  WARNING: {outline.warning}")
+        elif config.compress == "update" and config.optimizer == "adamw" and dense < _ENOUGH_DENSE_STEPS:
+            say(
+                f"  WARNING: {dense} dense steps are few to measure AdamW's second moment, and training may get stuck; "
+                f"set warmup_steps to a tenth of the steps, and {_ENOUGH_DENSE_STEPS} or more"
+            )
 
     def note(self, text: str) -> None:
         self._console.print(text)

@@ -1387,6 +1387,8 @@ def refusals_on_ddp() -> dict[str, list[str]]:
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     model = DDP(Net(), process_group=alone)
     said["other ranks"] = [error_of(lambda: OURS["adamw"](model.named_parameters(), **SPARSE))]
+    partly = DDP(Net())
+    said["a part of the model"] = [error_of(lambda: OURS["adamw"](partly.module.out.named_parameters(), **SPARSE))]
     return said
 
 
@@ -1406,6 +1408,9 @@ def test_only_one_exchanges_what_a_ddp_model_has(gloo2: GlooWorld) -> None:
             assert lines[fine] == "nothing was raised", fine
         assert lines["other ranks"].startswith(
             "ValueError: the DDP model has a process group of 1 ranks, the optimizer has 2"
+        )
+        assert lines["a part of the model"].startswith(
+            "ValueError: the DDP model has 'module.hidden.weight' and 3 more parameters that the optimizer has not"
         )
         assert all("\n" not in line for line in lines.values())
 

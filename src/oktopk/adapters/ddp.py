@@ -365,10 +365,10 @@ def detach(ddp_model: DistributedDataParallel) -> None:
 
 
 def ddp_models_of(wanted: Collection[int]) -> list[DistributedDataParallel]:
-    """The DDP models that have one of these parameters, given by their ids. Takes a tenth of a second."""
+    """The DDP models that have one of these parameters, given by their ids. Looks at all objects that there are."""
     if not is_initialized():
         return []
-    models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
     return [model for model in models if any(id(p) in wanted for p in model.parameters())]
 
 
@@ -425,6 +425,12 @@ class QuietModels:
             raise ValueError(
                 f"the DDP model has a process group of {process_group.size()} ranks, the optimizer has "
                 f"{self._num_ranks}: give both the same, the optimizer through comm="
+            )
+        strangers = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._wanted]
+        if strangers:
+            raise ValueError(
+                f"the DDP model has {strangers[0]!r} and {len(strangers) - 1} more parameters that the optimizer has "
+                "not: with DDP's own exchange off they would differ between ranks; give the optimizer all of them"
             )
         _set_switch(model, self, "an oktopk optimizer exchanges the updates of its parameters")
         self._models.append(weakref.ref(model))

@@ -268,7 +268,7 @@ class _Handed:
         self.buffer = buffer
         self.parts = parts
         self.is_last = is_last
-        self.future: TensorFuture = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        self.future = _future_of(buffer)
         self._error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -408,9 +408,8 @@ class QuietModels:
 
     def submit(self, grad_bucket: GradBucket) -> TensorFuture:
         """The bucket as it is."""
-        buffer = grad_bucket.buffer()
-        future: TensorFuture = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        future.set_result(buffer)
+        future = _future_of(grad_bucket.buffer())
+        future.set_result(grad_bucket.buffer())
         return future
 
     def _look(self) -> None:
@@ -434,6 +433,11 @@ class QuietModels:
             )
         _set_switch(model, self, "an oktopk optimizer exchanges the updates of its parameters")
         self._models.append(weakref.ref(model))
+
+
+def _future_of(buffer: Tensor) -> TensorFuture:
+    """A future that a buffer will be set into."""
+    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
 
 
 class _Switch:

@@ -33,10 +33,24 @@ class Group:
     input_ready: Any = None
 
     def __post_init__(self) -> None:
-        pairs = zip(self.layout.slots, self.parameters, strict=True)
-        self.views = [slot.part(self.flat).view(parameter.shape) for slot, parameter in pairs]
+        self.views = self.views_of(self.flat)
         """Each parameter's part of `flat`, in its shape."""
         self._versions: list[int | None] = []
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat tensor of this layout, in its shape."""
+        pairs = zip(self.layout.slots, self.parameters, strict=True)
+        return [slot.part(flat).view(parameter.shape) for slot, parameter in pairs]
+
+    def values(self) -> Tensor:
+        """The parameters themselves, in a new flat tensor like `flat`."""
+        flat = torch.empty_like(self.flat)
+        _copy(self.views_of(flat), self.parameters)
+        return flat
+
+    def set_values(self, flat: Tensor) -> None:
+        """Overwrite the parameters."""
+        _copy(self.parameters, self.views_of(flat))
 
     @property
     def is_full(self) -> bool:

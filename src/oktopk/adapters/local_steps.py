@@ -191,7 +191,7 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         self._begin()
         own = self._copies()
         for group in self._groups:
-            _set(group, self._anchor[group.layout])
+            group.set_values(self._anchor[group.layout])
         try:
             yield
         finally:
@@ -213,7 +213,7 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
     def _drop_anchor(self) -> None:
         """The parameters are equal on all ranks: changes count from here."""
         for group in self._groups:
-            self._anchor[group.layout].copy_(_values(group))
+            self._anchor[group.layout].copy_(group.values())
             self._sent[group.layout] = self._num_steps
 
     def _local_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -260,7 +260,7 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
         `plain`: the mean is to be applied as it is.
         """
         self.allreducer.busy = True
-        values = [_values(group) for group in groups]
+        values = [group.values() for group in groups]
         for group, value in zip(groups, values, strict=True):
             before = self._anchor[group.layout].to(group.parameters[0].dtype)  # as it was put into the parameters
             torch.sub(before, value, out=group.flat)
@@ -290,9 +290,9 @@ class LocalSteps(WrappingOptimizer, GroupedOptimizer):
                     self._outer_step(group, exchange.plain)
                 anchor = self._anchor[group.layout]
                 if exchange.own is None or skipped:
-                    _set(group, anchor)
+                    group.set_values(anchor)
                 else:  # and what this rank changed since
-                    _set(group, _values(group) - exchange.own[at] + anchor)
+                    group.set_values(group.values() - exchange.own[at] + anchor)
 
     def _outer_step(self, group: Group, plain: bool) -> None:
         change, lr = group.flat, 1.0 if plain else self._outer_lr
@@ -405,21 +405,6 @@ class _Exchange:
 def turns(num_groups: int, every: int, stream: bool) -> list[int]:
     """After how many steps of a round each group is exchanged; 0: at its end."""
     return [at * every // num_groups if stream else 0 for at in range(num_groups)]
-
-
-def _values(group: Group) -> Tensor:
-    """The parameters in one flat tensor, in fp32."""
-    flat = torch.empty_like(group.flat)
-    views = [slot.part(flat).view(p.shape) for slot, p in zip(group.layout.slots, group.parameters, strict=True)]
-    with torch.no_grad():
-        torch._foreach_copy_(views, list(group.parameters))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-    return flat
-
-
-def _set(group: Group, flat: Tensor) -> None:
-    views = [slot.part(flat).view(p.shape) for slot, p in zip(group.layout.slots, group.parameters, strict=True)]
-    with torch.no_grad():
-        torch._foreach_copy_(list(group.parameters), views)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
 def _load(flat: Tensor, layout: Layout, by_name: Mapping[str, Tensor]) -> None:

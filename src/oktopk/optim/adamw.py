@@ -88,7 +88,7 @@ class AdamW(UpdateOptimizer):
         Args:
             params: `model.named_parameters()`, a model, or param groups as torch has them. Names are for messages and
                 saved states; parameters without names are numbered.
-            lr: Learning rate; about 0.75 to 1.5 times that of dense training. Groups and schedulers may change it.
+            lr: Learning rate; that of dense training, or three quarters of it. Groups and schedulers may change it.
             betas: How slowly the momentum and the second moment follow.
             eps: Added to the denominator.
             weight_decay: Decoupled: `parameter *= 1 - lr * weight_decay` in every step.
